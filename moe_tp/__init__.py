@@ -1,0 +1,59 @@
+"""Mixture-of-Experts language models in plain PyTorch, whose every layout gives the one-process answer.
+
+The public names are loaded on first use (PEP 562), so that `import moe_tp.routing` pulls in nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from moe_tp.experts.moe import MoE, update_router_bias
+    from moe_tp.parallel.gradients import clip_grad_norm, parameter_groups, settle_gradients
+    from moe_tp.parallel.layout import ParallelLayout, Runtime
+    from moe_tp.parallel.mesh import Mesh
+    from moe_tp.train.step import count_targets, forward_backward
+
+_HOME = {
+    "ParallelLayout": "moe_tp.parallel.layout",
+    "Runtime": "moe_tp.parallel.layout",
+    "Mesh": "moe_tp.parallel.mesh",
+    "MoE": "moe_tp.experts.moe",
+    "update_router_bias": "moe_tp.experts.moe",
+    "forward_backward": "moe_tp.train.step",
+    "count_targets": "moe_tp.train.step",
+    "settle_gradients": "moe_tp.parallel.gradients",
+    "clip_grad_norm": "moe_tp.parallel.gradients",
+    "parameter_groups": "moe_tp.parallel.gradients",
+}
+
+__all__ = [
+    "Mesh",
+    "MoE",
+    "ParallelLayout",
+    "Runtime",
+    "__version__",
+    "clip_grad_norm",
+    "count_targets",
+    "forward_backward",
+    "parameter_groups",
+    "settle_gradients",
+    "update_router_bias",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Return the public name, importing its module the first time it is asked for."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'moe_tp' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names, loaded or not."""
+    return sorted({*globals(), *__all__})

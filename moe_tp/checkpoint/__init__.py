@@ -1,0 +1,1 @@
+"""Hub folders and training state on disk."""

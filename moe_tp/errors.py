@@ -1,0 +1,46 @@
+"""The exceptions that this library raises on purpose; everything else that escapes is a bug.
+
+Every message is one sentence that a user can act on: which setting, its value, the rule it breaks, the other
+value involved, and what to change. The classes also inherit the closest built-in exception, so that code which
+knows nothing of this library can still catch them.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "MoeTpError",
+    "RankFailedError",
+    "RankMismatchError",
+    "RoutingError",
+]
+
+
+class MoeTpError(Exception):
+    """Base of every exception that this library raises on purpose."""
+
+
+class ConfigError(MoeTpError, ValueError):
+    """A setting, or a combination of settings, that cannot work; the message names the fix."""
+
+
+class CheckpointError(MoeTpError, ValueError):
+    """A folder on disk that cannot be read as what it claims to be; the message names file and tensor."""
+
+
+class DataError(MoeTpError, ValueError):
+    """Training or evaluation data that cannot be used; the message names file and line."""
+
+
+class RoutingError(MoeTpError, ValueError):
+    """Router scores that cannot be turned into an assignment (NaN, all -inf); names layer and token."""
+
+
+class RankMismatchError(MoeTpError, RuntimeError):
+    """Ranks that should agree do not (layout, config, version, shapes); the message names who differs."""
+
+
+class RankFailedError(MoeTpError, RuntimeError):
+    """Another rank failed or died; the message names the rank and the first cause."""

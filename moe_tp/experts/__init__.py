@@ -1,0 +1,1 @@
+"""Grouped expert compute, dispatchers and the MoE layer."""

@@ -1,0 +1,1 @@
+"""Layout, mesh, collectives, parallel layers and gradients."""

@@ -1,0 +1,275 @@
+"""The ranks of a run seen along named axes.
+
+Two grids over the same ranks: dense `(pp, dp_cp, tp)`, where `dp_cp` is dp-major, and expert
+`(pp, edp, ep, etp)`. Parameters lie on sub-meshes of these two (`Mesh.at_rest`); forwards ask for
+the `Group` of an axis (`Mesh.group`). dp and cp are one axis of the dense grid because parameters
+never tell them apart; their own groups are made beside it where both are larger than one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from moe_tp.errors import ConfigError, RankMismatchError
+from moe_tp.parallel.collectives import Group
+from moe_tp.parallel.layout import ParallelLayout, Runtime
+
+Domain = Literal["dense", "expert"]
+
+_DENSE = ("pp", "dp_cp", "tp")
+_EXPERT = ("pp", "edp", "ep", "etp")
+_counter = itertools.count()
+
+
+def local_device_mesh(device_type: str, axes: Sequence[str]) -> DeviceMesh:
+    """Return a DeviceMesh of one rank that needs no process group.
+
+    torch offers this only through private arguments; they are used here and nowhere else.
+    """
+    grid = torch.zeros([1] * len(axes), dtype=torch.int)
+    return DeviceMesh(
+        device_type, grid, mesh_dim_names=tuple(axes), _init_backend=False, _rank=0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """Row-major coordinates of the world along named axes."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def ranks_along(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` along `axes` only, in row-major order."""
+        grid = torch.arange(math.prod(self.sizes)).view(self.sizes)
+        place = [int(i) for i in torch.unravel_index(torch.tensor(rank), self.sizes)]
+        index = [slice(None) if a in axes else place[d] for d, a in enumerate(self.axes)]
+        return tuple(int(r) for r in grid[tuple(index)].flatten())
+
+
+class Mesh:
+    """The ranks of a layout along named axes, and the groups between them.
+
+    Axes for `group`, `size` and `coordinate`: `pp dp cp tp edp ep etp`; `dp_cp`, the replicas of
+    dense parameters; `cp_tp`, the ranks that share a batch; `stage`, all owners of tokens of one
+    pipeline stage (dp x cp x tp); `world`.
+
+    Args:
+        layout: degrees; `dp=None` fills the world.
+        runtime: how the layout is run.
+        device: where parameters and activations live; None takes the current CUDA device, or
+            the CPU where there is none.
+
+    Raises:
+        ConfigError: the layout does not fill the world, or no process group was made.
+        RankMismatchError: ranks asked for different layouts, runtimes or versions.
+
+    Collectives: exchange of a digest through the store; creation of the axes' groups.
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        runtime: Runtime | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ConfigError(
+                "Mesh needs torch.distributed.init_process_group first; "
+                "on one process use Mesh.single()"
+            )
+        self._setup(layout.resolve(dist.get_world_size()), runtime, device, dist.get_rank())
+        self._round = next(_counter)
+        self.agree("layout and runtime", f"{self.layout!r} {self.runtime!r} {_version()}")
+        self._connect()
+
+    @classmethod
+    def single(
+        cls, runtime: Runtime | None = None, device: torch.device | str | None = None
+    ) -> Mesh:
+        """Return the mesh of one process, which needs no process group."""
+        mesh = cls.__new__(cls)
+        mesh._setup(ParallelLayout(dp=1), runtime, device, 0)
+        mesh._round = -1
+        mesh._groups = {axis: Group(axis) for axis in (*_AXES, "world")}
+        mesh._rest = {
+            "dense": local_device_mesh(mesh.device.type, ("dp_cp", "tp")),
+            "expert": local_device_mesh(mesh.device.type, ("edp", "ep", "etp")),
+        }
+        mesh._replicas = {
+            "dense": local_device_mesh(mesh.device.type, ("dp_cp",)),
+            "expert": local_device_mesh(mesh.device.type, ("edp",)),
+        }
+        return mesh
+
+    def _setup(
+        self,
+        layout: ParallelLayout,
+        runtime: Runtime | None,
+        device: torch.device | str | None,
+        rank: int,
+    ) -> None:
+        self.layout = layout
+        self.runtime = runtime or Runtime()
+        self.rank = rank
+        self.world_size = layout.world_size
+        if device is None:
+            cuda = torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
+        self.device = torch.device(device)
+
+    def _connect(self) -> None:
+        lay, kind = self.layout, self.device.type
+        assert lay.dp is not None
+        dense_sizes = (lay.pp, lay.dp * lay.cp, lay.tp)
+        expert_sizes = (lay.pp, lay.edp, lay.ep, lay.etp)
+        dense = init_device_mesh(kind, dense_sizes, mesh_dim_names=_DENSE)
+        expert = init_device_mesh(kind, expert_sizes, mesh_dim_names=_EXPERT)
+        sharded = lay.zero > 0
+        self._rest: dict[str, DeviceMesh] = {
+            "dense": dense["tp"] if sharded else dense["dp_cp", "tp"],
+            "expert": expert["ep", "etp"] if sharded else expert["edp", "ep", "etp"],
+        }
+        self._replicas: dict[str, DeviceMesh] = {"dense": dense["dp_cp"], "expert": expert["edp"]}
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for mesh in (dense, expert):
+            for axis in mesh.mesh_dim_names or ():
+                group = mesh.get_group(axis)
+                made[tuple(dist.get_process_group_ranks(group))] = group
+        grid = _Grid(("pp", "dp", "cp", "tp"), (lay.pp, lay.dp, lay.cp, lay.tp))
+        expert_grid = _Grid(_EXPERT, expert_sizes)
+        self._groups: dict[str, Group] = {}
+        for axis, parts in _AXES.items():
+            source = expert_grid if axis in _EXPERT[1:] else grid
+            self._groups[axis] = self._make_group(axis, source, parts, made)
+        everyone = tuple(range(self.world_size))
+        world = dist.group.WORLD if self.world_size > 1 else None
+        self._groups["world"] = Group("world", self.world_size, self.rank, everyone, world)
+
+    def _make_group(
+        self,
+        axis: str,
+        grid: _Grid,
+        parts: Sequence[str],
+        made: dict[tuple[int, ...], dist.ProcessGroup],
+    ) -> Group:
+        mine = grid.ranks_along(self.rank, parts)
+        if len(mine) == 1:
+            return Group(axis, ranks=mine)
+        if mine not in made:
+            # Every rank must create every group of the axis, in the same order.
+            sets = {grid.ranks_along(r, parts) for r in range(self.world_size)}
+            limit = timedelta(seconds=self.runtime.timeout)
+            for ranks in sorted(sets):
+                group = dist.new_group(list(ranks), timeout=limit)
+                if ranks == mine:
+                    made[mine] = group
+        return Group(axis, len(mine), mine.index(self.rank), mine, made[mine])
+
+    def agree(self, what: str, value: str) -> None:
+        """Check that every rank of the world holds the same `value`.
+
+        Args:
+            what: the thing compared, for the message.
+            value: any text, such as the repr of a configuration.
+
+        Raises:
+            RankMismatchError: names the ranks that differ from rank 0, and their values.
+
+        Collectives: exchange of a text a rank through the store of the default group.
+        """
+        if self.world_size == 1:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        seen = self._agreed = getattr(self, "_agreed", -1) + 1
+        prefix = f"moe_tp/agree/{self._round}/{seen}"
+        digest = hashlib.sha256(f"{what}\0{value}".encode()).hexdigest()
+        store.set(f"{prefix}/{self.rank}", f"{digest} {what}: {value[:2000]}")
+        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
+        store.wait(keys, timedelta(seconds=self.runtime.timeout))
+        texts = [text.decode() for text in store.multi_get(keys)]
+        odd = [rank for rank, text in enumerate(texts) if text[:64] != texts[0][:64]]
+        if odd:
+            raise RankMismatchError(
+                f"ranks {odd} disagree with rank 0 about {what}: rank {odd[0]} has "
+                f"{_difference(texts[odd[0]][65:], texts[0][65:])}; start every rank with the "
+                f"same settings and the same version"
+            )
+
+    def group(self, axis: str) -> Group:
+        """Return the group of this rank along `axis`."""
+        try:
+            return self._groups[axis]
+        except KeyError:
+            raise ConfigError(
+                f"axis={axis!r} is unknown; choose one of {', '.join(self._groups)}"
+            ) from None
+
+    def size(self, axis: str) -> int:
+        """Return the number of ranks along `axis`."""
+        return self.group(axis).size
+
+    def coordinate(self, axis: str) -> int:
+        """Return this rank's place along `axis`."""
+        return self.group(axis).rank
+
+    def at_rest(self, domain: Domain) -> DeviceMesh:
+        """Return the mesh on which parameters of a domain are made.
+
+        It includes the replicas' axis at zero 0; at zero 1-3 `fully_shard` adds that axis.
+        """
+        return self._rest[domain]
+
+    def replicas(self, domain: Domain) -> DeviceMesh:
+        """Return the one-axis mesh over which parameters of a domain are replicated."""
+        return self._replicas[domain]
+
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline rank."""
+        return self.coordinate("pp")
+
+    @property
+    def owners(self) -> Group:
+        """The ranks that own the tokens of this pipeline stage."""
+        return self.group("stage")
+
+
+_AXES: dict[str, tuple[str, ...]] = {
+    "pp": ("pp",),
+    "dp": ("dp",),
+    "cp": ("cp",),
+    "tp": ("tp",),
+    "edp": ("edp",),
+    "ep": ("ep",),
+    "etp": ("etp",),
+    "dp_cp": ("dp", "cp"),
+    "cp_tp": ("cp", "tp"),
+    "stage": ("dp", "cp", "tp"),
+}
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"moe_tp {version('moe_tp')} torch {torch.__version__}"
+    except PackageNotFoundError:
+        return f"moe_tp (source tree) torch {torch.__version__}"
+
+
+def _difference(mine: str, reference: str) -> str:
+    """Return the stretch where two texts first differ, with a little before it."""
+    same = len([1 for _ in itertools.takewhile(lambda p: p[0] == p[1], zip(mine, reference))])
+    start = max(0, same - 40)
+    return f"...{mine[start : same + 60]}... where rank 0 has ...{reference[start : same + 60]}..."

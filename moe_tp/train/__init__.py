@@ -1,0 +1,1 @@
+"""Data, loop, optimisers, metrics and report."""
