@@ -1,0 +1,135 @@
+"""run_ranks and run_crash: results, labelled errors, hangs, deaths (F1)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_tp.errors import ConfigError, RankFailedError
+from moe_tp.testing import run_crash, run_ranks
+
+
+def _sum(start: int) -> tuple[int, torch.Tensor]:
+    x = torch.tensor([float(start + dist.get_rank())], requires_grad=True)
+    total = x.detach().clone()
+    dist.all_reduce(total)
+    return dist.get_rank(), total * x
+
+
+def _one_fails(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ConfigError("tp=3 does not divide heads=4")
+    dist.barrier()
+
+
+def _all_fail() -> None:
+    raise ConfigError(f"seen by {dist.get_world_size()}")
+
+
+def _odd_error() -> None:
+    raise OSError(2, "nothing there", "some/file")
+
+
+def _hang() -> None:
+    if dist.get_rank() == 1:
+        dist.barrier()
+    time.sleep(30)
+
+
+def _die(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def _pid_and_threads() -> tuple[int, int]:
+    return os.getpid(), torch.get_num_threads()
+
+
+def _leak_groups(count: int) -> int:
+    for _ in range(count + dist.get_rank()):  # out of step on purpose: local groups only
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return dist.get_world_size()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_come_by_rank_and_tensors_by_value(world_size: int) -> None:
+    results = run_ranks(_sum, world_size, 1)
+    total = sum(range(1, world_size + 1))
+    assert [rank for rank, _ in results] == list(range(world_size))
+    assert [y.item() for _, y in results] == [total * (1 + r) for r in range(world_size)]
+
+
+def test_one_pool_serves_all_calls_with_one_thread() -> None:
+    first, second = run_ranks(_pid_and_threads, 2), run_ranks(_pid_and_threads, 2)
+    assert first == second
+    assert [threads for _, threads in first] == [1, 1]
+    assert run_ranks(_pid_and_threads, 4)[:2] == first
+
+
+def test_groups_of_one_call_do_not_reach_the_next() -> None:
+    assert run_ranks(_leak_groups, 2, 3) == [2, 2]
+    assert run_ranks(_sum, 2, 0)[0][0] == 0
+
+
+def test_an_error_keeps_its_type_and_names_its_rank() -> None:
+    """F1: the first cause, not what it led to on the other ranks."""
+    with pytest.raises(ConfigError, match=r"rank 1 of 2: tp=3 does not divide") as caught:
+        run_ranks(_one_fails, 2, 1)
+    assert "_one_fails" in "".join(caught.value.__notes__)
+    assert run_ranks(_sum, 2, 0)[1][0] == 1
+
+
+def test_an_error_on_all_ranks_keeps_the_pool() -> None:
+    before = run_ranks(_pid_and_threads, 2)
+    with pytest.raises(ConfigError, match="seen by 2"):
+        run_ranks(_all_fail, 2)
+    assert run_ranks(_pid_and_threads, 2) == before
+
+
+def test_an_error_whose_text_cannot_be_labelled_becomes_rank_failed() -> None:
+    with pytest.raises((RankFailedError, OSError), match=r"rank 0 of 1: .*nothing there"):
+        run_ranks(_odd_error, 1)
+
+
+def test_a_hang_ends_at_the_timeout_and_shows_where() -> None:
+    """F1: TimeoutError with each rank's stack; the next call works."""
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match="did not answer within 2 s") as caught:
+        run_ranks(_hang, 2, timeout=2.0)
+    assert time.monotonic() - start < 10
+    assert "in _hang" in str(caught.value)
+    assert run_ranks(_sum, 2, 0)[1][0] == 1
+
+
+def test_a_dead_rank_is_named() -> None:
+    """F1."""
+    start = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2: .*exit code -9"):
+        run_ranks(_die, 2, 1)
+    assert time.monotonic() - start < 10
+
+
+def test_run_crash_reports_each_rank() -> None:
+    """F1: the survivor of a group whose other rank was killed fails too, and says so on stderr."""
+    report = run_crash(_die, 2, 1, timeout=30.0)
+    assert report.exit_codes == [1, -9]
+    assert report.timed_out == [False, False]
+    assert "Traceback" in report.stderr[0]
+    assert max(report.seconds) < 25
+    assert run_crash(_sum, 2, 1).results[1][0] == 1
+
+
+def test_run_crash_kills_at_the_timeout() -> None:
+    report = run_crash(_hang, 2, timeout=5.0)
+    assert report.timed_out[0]
+    assert report.exit_codes[0] == -9
+
+
+def test_a_world_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="world_size=0"):
+        run_ranks(_sum, 0, 1)
