@@ -1,6 +1,7 @@
-"""Mixture-of-Experts language models in plain PyTorch, whose every layout gives the one-process answer.
+"""Mixture-of-Experts language models in plain PyTorch: every layout gives the one-process answer.
 
-The public names are loaded on first use (PEP 562), so that `import moe_tp.routing` pulls in nothing else.
+The public names are loaded on first use (PEP 562), so that `import moe_tp.routing` pulls in nothing
+else.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The exceptions that this library raises on purpose; everything else that escapes is a bug.
 
-Every message is one sentence that a user can act on: which setting, its value, the rule it breaks, the other
-value involved, and what to change. The classes also inherit the closest built-in exception, so that code which
-knows nothing of this library can still catch them.
+Every message is one sentence that a user can act on: which setting, its value, the rule it breaks,
+the other value involved, and what to change. The classes also inherit the closest built-in
+exception, so that code which knows nothing of this library can still catch them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ConfigError(MoeTpError, ValueError):
 
 
 class CheckpointError(MoeTpError, ValueError):
-    """A folder on disk that cannot be read as what it claims to be; the message names file and tensor."""
+    """A folder on disk that cannot be read as what it claims to be; names file and tensor."""
 
 
 class DataError(MoeTpError, ValueError):
@@ -35,11 +35,11 @@ class DataError(MoeTpError, ValueError):
 
 
 class RoutingError(MoeTpError, ValueError):
-    """Router scores that cannot be turned into an assignment (NaN, all -inf); names layer and token."""
+    """Router scores that give no assignment (NaN, all -inf); names rank, layer and token."""
 
 
 class RankMismatchError(MoeTpError, RuntimeError):
-    """Ranks that should agree do not (layout, config, version, shapes); the message names who differs."""
+    """Ranks that should agree do not (layout, config, version, shapes); names who differs."""
 
 
 class RankFailedError(MoeTpError, RuntimeError):

@@ -24,7 +24,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def warn_once(key: str, message: str) -> bool:
-    """Return True if the warning was logged, False if this process has logged one under the same key before.
+    """Return True if the warning was logged, False if one with this key was logged before.
 
     Args:
         key: identifies the warning, not its wording.

@@ -1,10 +1,10 @@
-"""Run a function on several local ranks: a warm pool for tests, fresh processes for tests in which ranks die.
+"""Run a function on local ranks: a warm pool, or fresh processes where a rank may die.
 
-`run_ranks` keeps one pool of processes for the whole test run. They are forked from a small server process that
-has imported torch and nothing else, so a pool of 8 is there within seconds, and a call costs 10 (2 ranks) to
-80 ms (8 ranks): each call makes a gloo group of its own through a file, so that whatever a function did to its
-groups is gone afterwards. A function must be importable by name (module level), and its arguments and result
-must pickle; tensors travel by value.
+`run_ranks` keeps one pool of processes for the whole test run. They are forked from a small server
+process that has imported torch and nothing else, so a pool of 8 is there within seconds, and a call
+costs 10 (2 ranks) to 80 ms (8 ranks): each call makes a gloo group of its own through a file, so
+that whatever a function did to its groups is gone afterwards. A function must be importable by name
+(module level), and its arguments and result must pickle; tensors travel by value.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ def run_ranks(
 ) -> list[Any]:
     """Return `[fn(*args) on rank 0, on rank 1, ...]`, run on `world_size` local gloo ranks.
 
-    Inside `fn` the default process group is initialised, torch uses one thread and its generator is seeded
-    with 0 on every rank. The first rank to fail decides the exception: of its own type, the rank in front of
-    its message and its traceback as a note.
+    Inside `fn` the default process group is initialised, torch uses one thread and its generator is
+    seeded with 0 on every rank. The first rank to fail decides the exception: of its own type, the
+    rank in front of its message and its traceback as a note.
 
     Args:
         fn: a module-level function.
         world_size: number of ranks, from 1.
-        timeout: seconds until the ranks are killed and TimeoutError is raised, with each stuck rank's stack.
+        timeout: seconds until the ranks are killed and TimeoutError is raised, with each stuck
+            rank's stack.
 
     Collectives: a rendezvous of the ranks before `fn`; none between the caller and the ranks.
     """
@@ -94,7 +95,7 @@ def run_crash(
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
 ) -> CrashReport:
-    """Return how fresh ranks that run `fn(*args)` ended; nothing is raised for a rank that fails or dies.
+    """Return how fresh ranks that run `fn(*args)` ended; a rank's failure raises nothing.
 
     Args:
         fn: a module-level function; a rank whose `fn` raises prints the traceback and exits with 1.
@@ -165,7 +166,7 @@ class _Pool:
     def call(
         self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float
     ) -> list[Any]:
-        """Return the ranks' results, or raise the first failure; afterwards the pool is usable again."""
+        """Return the ranks' results, or raise the first failure; the pool stays usable."""
         if os.getpid() != self._owner:  # a forked child must not talk into its parent's channels
             self.workers, self.busy, self._owner = [], False, os.getpid()
         if self.busy:
@@ -188,7 +189,7 @@ class _Pool:
             self.busy = False
             raise _labelled(failures, world_size)
         self.busy = False
-        return [pickle.loads(answer) for answer in answers]
+        return [pickle.loads(answer) for answer in answers if isinstance(answer, bytes)]
 
     def kill(self) -> None:
         """End every process of the pool; the next call starts new ones."""
@@ -221,7 +222,7 @@ class _Pool:
             worker.channel.recv_bytes()
 
     def _collect(self, workers: list[_Worker], timeout: float) -> list[bytes | _Failure]:
-        """Return each rank's answer, a `_Failure` where it died, hangs after a failure, or failed."""
+        """Return each rank's answer: a `_Failure` where it failed, died or hangs after one."""
         answers: list[bytes | _Failure | None] = [None] * len(workers)
         deadline = time.monotonic() + timeout
         while None in answers:
@@ -236,8 +237,8 @@ class _Pool:
                 stacks = _stacks(workers, open_ranks)
                 self.kill()
                 raise TimeoutError(
-                    f"ranks {open_ranks} of {len(workers)} did not answer within {timeout:g} s and were "
-                    f"killed; they were here:\n{stacks}"
+                    f"ranks {open_ranks} of {len(workers)} did not answer within {timeout:g} s and "
+                    f"were killed; they were here:\n{stacks}"
                 )
             for rank in open_ranks:
                 if workers[rank].channel not in ready:
@@ -361,7 +362,7 @@ def _group(store: str, rank: int, world_size: int, timeout: float) -> Iterator[N
     """Have a default gloo group, made through a file, and torch's global state as if fresh."""
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world_size),
+        init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout),

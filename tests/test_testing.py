@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+
 from moe_tp.errors import ConfigError, RankFailedError
 from moe_tp.testing import run_crash, run_ranks
 
