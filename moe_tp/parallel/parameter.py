@@ -1,0 +1,285 @@
+"""Parameters: DTensors at rest, local tensors in motion.
+
+A `ParamSpec` says what a parameter is, wherever it lies: its logical shape, which mesh axis splits
+which dimension, and what its gradient still owes. `ParallelModule` keeps the specs beside the
+parameters; everything that walks a model (initialisation, checkpoints, norms, optimiser groups)
+asks them and never a name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from moe_tp.errors import ConfigError
+from moe_tp.parallel.mesh import Domain, Mesh
+from moe_tp.parallel.random import fill_normal, key_of
+
+Role = Literal["weight", "norm", "bias", "router", "embedding"]
+REPLICA_AXES = ("dp_cp", "edp", "dp_replicate")
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """First values: `normal` with mean 0 and standard deviation `value`, or the constant `value`."""
+
+    kind: Literal["normal", "constant"] = "normal"
+    value: float = 0.02
+
+
+ONES = Init("constant", 1.0)
+ZEROS = Init("constant", 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSpec:
+    """What a parameter is, independent of this rank.
+
+    Args:
+        shape: logical global shape, without padding.
+        shards: mesh axis -> dimension that it splits; later axes split what earlier ones left.
+        domain: the grid it lies on.
+        partial: each rank's gradient covers only the tokens it owns (norms, router, gates) or
+            the heads it uses (replicated KV), so a sum over the unsharded model axes is owed.
+        init: first values.
+        role: decides weight decay and learning-rate groups.
+        keep_fp32: never cast below fp32, whatever the model's dtype.
+        slots: for dimension 0, the logical index of every padded place, -1 where it is empty.
+        pad: allow dimension 0 to be padded at its end so that it splits.
+    """
+
+    shape: tuple[int, ...]
+    shards: Mapping[str, int] = field(default_factory=dict)
+    domain: Domain = "dense"
+    partial: bool = False
+    init: Init = Init()
+    role: Role = "weight"
+    keep_fp32: bool = False
+    slots: tuple[int, ...] | None = None
+    pad: bool = False
+
+    def padded_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """Return the global shape with padding, which every shard axis divides.
+
+        Raises:
+            ConfigError: a dimension does not split and may not be padded.
+        """
+        shape = list(self.shape)
+        if self.slots is not None:
+            shape[0] = len(self.slots)
+        for dim in set(self.shards.values()):
+            parts = math.prod(mesh.size(axis) for axis, d in self.shards.items() if d == dim)
+            if shape[dim] % parts:
+                axes = "*".join(axis for axis, d in self.shards.items() if d == dim)
+                if not (self.pad and dim == 0):
+                    raise ConfigError(
+                        f"dimension {dim} of a parameter of shape {list(self.shape)} does not "
+                        f"split over {axes}={parts}; choose {axes} among the divisors of "
+                        f"{shape[dim]}"
+                    )
+                shape[dim] = -(-shape[dim] // parts) * parts
+        return tuple(shape)
+
+
+class NamedSpec(NamedTuple):
+    """One parameter of a model with all that is known of it."""
+
+    fqn: str
+    module: ParallelModule
+    name: str
+    param: nn.Parameter
+    spec: ParamSpec
+
+
+class ParallelModule(nn.Module):
+    """A module whose parameters lie on a mesh.
+
+    Attributes:
+        mesh: the mesh.
+        specs: what each of its own parameters is.
+        gradient_scale: factor that `settle_gradients` applies (1/ranks in a host that averages).
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.specs: dict[str, ParamSpec] = {}
+        self.gradient_scale = 1.0
+        self._fp32_buffers: set[str] = set()
+
+    def add_parameter(self, name: str, spec: ParamSpec, dtype: torch.dtype) -> None:
+        """Register a parameter with an uninitialised local shard.
+
+        Raises:
+            ConfigError: its shape does not split over the mesh.
+        """
+        if spec.keep_fp32:
+            dtype = torch.promote_types(dtype, torch.float32)
+        grid = self.mesh.at_rest(spec.domain)
+        placements: list[Placement] = []
+        shape = spec.padded_shape(self.mesh)
+        local = list(shape)
+        for axis in grid.mesh_dim_names or ():
+            dim = spec.shards.get(axis)
+            placements.append(Replicate() if dim is None else Shard(dim))
+            if dim is not None:
+                local[dim] //= self.mesh.size(axis)
+        # Under `torch.device("meta")` the local shard is made there and `materialise` allocates it.
+        on_meta = torch.empty(0).is_meta
+        device = torch.device("meta") if on_meta else self.mesh.device
+        value = DTensor.from_local(
+            torch.empty(local, dtype=dtype, device=device),
+            grid,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=_contiguous_stride(shape),
+        )
+        self.specs[name] = spec
+        self.register_parameter(name, nn.Parameter(value))
+
+    def register_fp32_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Register a persistent buffer that no cast of the module takes below fp32."""
+        self._fp32_buffers.add(name)
+        self.register_buffer(name, value)
+
+    def local(self, name: str) -> torch.Tensor:
+        """Return this rank's part of a parameter, on the autograd path, in the compute dtype."""
+        param, spec = getattr(self, name), self.specs[name]
+        value: torch.Tensor = param.to_local(grad_placements=gradient_placements(param, spec))
+        dtype = self.mesh.runtime.compute_dtype
+        return value if dtype is None or spec.keep_fp32 else value.to(dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Cast or move, keeping fp32 state in fp32: its values must never pass through bf16."""
+        target = fn(torch.empty(0, device=self.mesh.device))
+        if target.dtype.itemsize >= 4:
+            return super()._apply(fn, recurse)
+        kept = [name for name, spec in self.specs.items() if spec.keep_fp32]
+        params = {name: self._parameters.pop(name) for name in kept}
+        buffers = {name: self._buffers.pop(name) for name in self._fp32_buffers}
+        super()._apply(fn, recurse)
+        for name, param in params.items():
+            if param is not None and target.device != param.device:
+                param.data = param.data.to(target.device)
+            self._parameters[name] = param
+        for name, buffer in buffers.items():
+            self._buffers[name] = None if buffer is None else buffer.to(target.device)
+        return self
+
+
+def gradient_placements(param: DTensor, spec: ParamSpec) -> list[Placement]:
+    """Return what a local gradient of `param` is: its debt is `Partial` over an axis."""
+    result: list[Placement] = []
+    for axis, placement in zip(param.device_mesh.mesh_dim_names or (), param.placements):
+        if placement.is_shard():
+            result.append(placement)
+        else:
+            owed = axis in REPLICA_AXES or spec.partial
+            result.append(Partial() if owed else Replicate())
+    return result
+
+
+def named_specs(model: nn.Module) -> Iterator[NamedSpec]:
+    """Yield every distinct library parameter of a model once, in registration order."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        if not isinstance(module, ParallelModule):
+            continue
+        for name, spec in module.specs.items():
+            param = module._parameters.get(name)
+            if param is None or id(param) in seen:
+                continue
+            seen.add(id(param))
+            yield NamedSpec(f"{prefix}.{name}" if prefix else name, module, name, param, spec)
+
+
+def mesh_of(model: nn.Module) -> Mesh:
+    """Return the mesh of the first library module inside `model`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for module in model.modules():
+        if isinstance(module, ParallelModule):
+            return module.mesh
+    raise ConfigError("the model holds no module of this library, so it has no mesh")
+
+
+def local_index(param: torch.Tensor, spec: ParamSpec) -> tuple[torch.Tensor, ...]:
+    """Return for each dimension the logical index of each local element, -1 for padding.
+
+    The local tensor is the outer product of these indices. Model axes split first, then the
+    replicas' axis splits what is left (ZeRO), in the chunks of `torch.chunk`.
+    """
+    assert isinstance(param, DTensor)
+    index = []
+    for dim, (size, padded) in enumerate(zip(spec.shape, param.shape)):
+        if dim == 0 and spec.slots is not None:
+            index.append(torch.tensor(spec.slots, dtype=torch.int64))
+        else:
+            full = torch.arange(padded)
+            full[size:] = -1
+            index.append(full)
+    grid = param.device_mesh
+    place = grid.get_coordinate()
+    assert place is not None
+    axes = list(zip(grid.mesh_dim_names or (), param.placements, place, grid.shape))
+    # Model axes first: a sharded replica axis stands before them in the mesh but splits last.
+    for axis, placement, coordinate, size in sorted(axes, key=lambda a: a[0] in REPLICA_AXES):
+        if placement.is_shard():
+            dim = placement.dim  # type: ignore[attr-defined]
+            chunk = -(-len(index[dim]) // size)
+            index[dim] = index[dim][coordinate * chunk : (coordinate + 1) * chunk]
+    return tuple(index)
+
+
+def initialise(model: nn.Module, seed: int) -> None:
+    """Fill every library parameter by (seed, name, logical element), alike in every layout."""
+    with torch.no_grad():
+        for fqn, _, _, param, spec in named_specs(model):
+            local = to_local(param)
+            if spec.init.kind == "constant":
+                local.fill_(spec.init.value)
+                continue
+            index = local_index(param, spec)
+            fill_normal(local, key_of(seed, fqn), index, spec.shape, spec.init.value)
+
+
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Allocate what was built on the meta device; values are uninitialised."""
+    model.to_empty(device=device)
+
+
+def to_local(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, off the autograd path."""
+    return value.detach().to_local() if isinstance(value, DTensor) else value.detach()
+
+
+def full_logical(value: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+    """Return the whole logical tensor of a parameter or settled gradient, on every rank.
+
+    Collectives: all-gather over the axes that split it. For checks on small models.
+    """
+    assert isinstance(value, DTensor)
+    value = value.detach()
+    full = value.to_local() if value.device_mesh.size() == 1 else value.full_tensor()
+    if spec.slots is not None:
+        slots = torch.tensor(spec.slots)
+        # A replicated expert has several slots with equal values; the first one speaks.
+        first = {int(e): slot for slot, e in reversed(list(enumerate(slots.tolist()))) if e >= 0}
+        full = full[[first[e] for e in range(spec.shape[0])]]
+    return full[: spec.shape[0]].clone()
+
+
+def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        stride[dim] = stride[dim + 1] * shape[dim + 1]
+    return tuple(stride)
