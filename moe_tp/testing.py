@@ -339,7 +339,10 @@ def _answer(rank: int, request: bytes) -> tuple[str, Any]:
         os.chdir(folder)
         fn, args = pickle.loads(body)
         with _group(store, rank, world_size, timeout):
-            return "ok", pickle.dumps(fn(*args))
+            try:
+                return "ok", pickle.dumps(fn(*args))
+            except BaseException as error:  # noqa: BLE001 - stamped before leaving fails others
+                return "failed", _describe(error)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must hear of it
         return "failed", _describe(error)
 
