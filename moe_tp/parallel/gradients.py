@@ -40,7 +40,7 @@ def owed_axes(grad: torch.Tensor) -> tuple[str, ...]:
     """Return the mesh axes over which a sum of this gradient is still owed."""
     assert isinstance(grad, DTensor)
     names = grad.device_mesh.mesh_dim_names or ()
-    return tuple(a for a, p in zip(names, grad.placements) if p.is_partial())
+    return tuple(a for a, p in zip(names, grad.placements, strict=True) if p.is_partial())
 
 
 def settle_gradients(model: nn.Module) -> None:
@@ -106,7 +106,7 @@ def _pay(debts: list[tuple[NamedSpec, torch.Tensor]], groups: list[Group]) -> No
             for group in groups:
                 flat = raw_all_reduce(flat, group)
             parts = flat.split([grad.numel() for _, grad in bucket])
-            for (_, grad), part in zip(bucket, parts):
+            for (_, grad), part in zip(bucket, parts, strict=True):
                 grad.copy_(part.view(grad.shape))
         for entry, grad in bucket:
             if entry.module.gradient_scale != 1.0:
@@ -136,7 +136,9 @@ def _weight_of_shard(param: nn.Parameter, mesh: Mesh) -> float:
     if not isinstance(param, DTensor):
         return 1.0 / mesh.world_size
     shards = math.prod(
-        size for size, p in zip(param.device_mesh.shape, param.placements) if p.is_shard()
+        size
+        for size, p in zip(param.device_mesh.shape, param.placements, strict=True)
+        if p.is_shard()
     )
     return shards / mesh.layout.stage_size
 

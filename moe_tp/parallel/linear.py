@@ -34,7 +34,9 @@ class _GatherLinear(Function):
         ctx.group, ctx.count = group, count
         ctx.save_for_backward(x_TD, *weights)
         x_ND = raw_all_gather(x_TD, group)
-        return tuple(F.linear(x_ND, w, b) for w, b in zip(weights, biases) if w is not None)
+        return tuple(
+            F.linear(x_ND, w, b) for w, b in zip(weights, biases, strict=True) if w is not None
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -55,7 +57,7 @@ class _GatherLinear(Function):
         grad_x = None
         if need_x:
             total = grads[0] @ weights[0]
-            for g, w in zip(grads[1:], weights[1:]):
+            for g, w in zip(grads[1:], weights[1:], strict=True):
                 total = torch.addmm(total, g, w)
             share = [total.shape[0] // group.size] * group.size
             grad_x = raw_reduce_scatter_rows(total, share, group, phase="backward")

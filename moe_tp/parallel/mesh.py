@@ -9,7 +9,6 @@ never tell them apart; their own groups are made beside it where both are larger
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ Domain = Literal["dense", "expert"]
 
 _DENSE = ("pp", "dp_cp", "tp")
 _EXPERT = ("pp", "edp", "ep", "etp")
-_counter = itertools.count()
 
 
 def local_device_mesh(device_type: str, axes: Sequence[str]) -> DeviceMesh:
@@ -37,9 +35,7 @@ def local_device_mesh(device_type: str, axes: Sequence[str]) -> DeviceMesh:
     torch offers this only through private arguments; they are used here and nowhere else.
     """
     grid = torch.zeros([1] * len(axes), dtype=torch.int)
-    return DeviceMesh(
-        device_type, grid, mesh_dim_names=tuple(axes), _init_backend=False, _rank=0
-    )
+    return DeviceMesh(device_type, grid, mesh_dim_names=tuple(axes), _init_backend=False, _rank=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +85,6 @@ class Mesh:
                 "on one process use Mesh.single()"
             )
         self._setup(layout.resolve(dist.get_world_size()), runtime, device, dist.get_rank())
-        self._round = next(_counter)
         self.agree("layout and runtime", f"{self.layout!r} {self.runtime!r} {_version()}")
         self._connect()
 
@@ -100,7 +95,6 @@ class Mesh:
         """Return the mesh of one process, which needs no process group."""
         mesh = cls.__new__(cls)
         mesh._setup(ParallelLayout(dp=1), runtime, device, 0)
-        mesh._round = -1
         mesh._groups = {axis: Group(axis) for axis in (*_AXES, "world")}
         mesh._rest = {
             "dense": local_device_mesh(mesh.device.type, ("dp_cp", "tp")),
@@ -141,19 +135,21 @@ class Mesh:
             "expert": expert["ep", "etp"] if sharded else expert["edp", "ep", "etp"],
         }
         self._replicas: dict[str, DeviceMesh] = {"dense": dense["dp_cp"], "expert": expert["edp"]}
+        everyone = tuple(range(self.world_size))
+        world = dist.group.WORLD
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        if world is not None:
+            made[everyone] = world
         for mesh in (dense, expert):
             for axis in mesh.mesh_dim_names or ():
                 group = mesh.get_group(axis)
-                made[tuple(dist.get_process_group_ranks(group))] = group
+                made.setdefault(tuple(dist.get_process_group_ranks(group)), group)
         grid = _Grid(("pp", "dp", "cp", "tp"), (lay.pp, lay.dp, lay.cp, lay.tp))
         expert_grid = _Grid(_EXPERT, expert_sizes)
         self._groups: dict[str, Group] = {}
         for axis, parts in _AXES.items():
             source = expert_grid if axis in _EXPERT[1:] else grid
             self._groups[axis] = self._make_group(axis, source, parts, made)
-        everyone = tuple(range(self.world_size))
-        world = dist.group.WORLD if self.world_size > 1 else None
         self._groups["world"] = Group("world", self.world_size, self.rank, everyone, world)
 
     def _make_group(
@@ -191,8 +187,8 @@ class Mesh:
         if self.world_size == 1:
             return
         store = dist.distributed_c10d._get_default_store()
-        seen = self._agreed = getattr(self, "_agreed", -1) + 1
-        prefix = f"moe_tp/agree/{self._round}/{seen}"
+        turn = store.add(f"moe_tp/agree/turn/{self.rank}", 1)
+        prefix = f"moe_tp/agree/{turn}"
         digest = hashlib.sha256(f"{what}\0{value}".encode()).hexdigest()
         store.set(f"{prefix}/{self.rank}", f"{digest} {what}: {value[:2000]}")
         keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
@@ -270,6 +266,7 @@ def _version() -> str:
 
 def _difference(mine: str, reference: str) -> str:
     """Return the stretch where two texts first differ, with a little before it."""
-    same = len([1 for _ in itertools.takewhile(lambda p: p[0] == p[1], zip(mine, reference))])
+    pairs = enumerate(zip(mine, reference, strict=False))
+    same = next((at for at, (a, b) in pairs if a != b), min(len(mine), len(reference)))
     start = max(0, same - 40)
     return f"...{mine[start : same + 60]}... where rank 0 has ...{reference[start : same + 60]}..."

@@ -27,7 +27,7 @@ REPLICA_AXES = ("dp_cp", "edp", "dp_replicate")
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """First values: `normal` with mean 0 and standard deviation `value`, or the constant `value`."""
+    """First values: normal with mean 0 and standard deviation `value`, or the constant `value`."""
 
     kind: Literal["normal", "constant"] = "normal"
     value: float = 0.02
@@ -177,7 +177,9 @@ class ParallelModule(nn.Module):
 def gradient_placements(param: DTensor, spec: ParamSpec) -> list[Placement]:
     """Return what a local gradient of `param` is: its debt is `Partial` over an axis."""
     result: list[Placement] = []
-    for axis, placement in zip(param.device_mesh.mesh_dim_names or (), param.placements):
+    for axis, placement in zip(
+        param.device_mesh.mesh_dim_names or (), param.placements, strict=True
+    ):
         if placement.is_shard():
             result.append(placement)
         else:
@@ -220,7 +222,7 @@ def local_index(param: torch.Tensor, spec: ParamSpec) -> tuple[torch.Tensor, ...
     """
     assert isinstance(param, DTensor)
     index = []
-    for dim, (size, padded) in enumerate(zip(spec.shape, param.shape)):
+    for dim, (size, padded) in enumerate(zip(spec.shape, param.shape, strict=True)):
         if dim == 0 and spec.slots is not None:
             index.append(torch.tensor(spec.slots, dtype=torch.int64))
         else:
@@ -230,9 +232,9 @@ def local_index(param: torch.Tensor, spec: ParamSpec) -> tuple[torch.Tensor, ...
     grid = param.device_mesh
     place = grid.get_coordinate()
     assert place is not None
-    axes = list(zip(grid.mesh_dim_names or (), param.placements, place, grid.shape))
+    axes = list(zip(grid.mesh_dim_names or (), param.placements, place, grid.shape, strict=True))
     # Model axes first: a sharded replica axis stands before them in the mesh but splits last.
-    for axis, placement, coordinate, size in sorted(axes, key=lambda a: a[0] in REPLICA_AXES):
+    for _axis, placement, coordinate, size in sorted(axes, key=lambda a: a[0] in REPLICA_AXES):
         if placement.is_shard():
             dim = placement.dim  # type: ignore[attr-defined]
             chunk = -(-len(index[dim]) // size)
@@ -259,7 +261,10 @@ def materialise(model: nn.Module, device: torch.device) -> None:
 
 def to_local(value: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, off the autograd path."""
-    return value.detach().to_local() if isinstance(value, DTensor) else value.detach()
+    if isinstance(value, DTensor):
+        local: torch.Tensor = value.detach().to_local()  # type: ignore[attr-defined]
+        return local
+    return value.detach()
 
 
 def full_logical(value: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
@@ -268,8 +273,10 @@ def full_logical(value: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
     Collectives: all-gather over the axes that split it. For checks on small models.
     """
     assert isinstance(value, DTensor)
-    value = value.detach()
-    full = value.to_local() if value.device_mesh.size() == 1 else value.full_tensor()
+    single = value.device_mesh.size() == 1
+    with torch.no_grad():
+        full: torch.Tensor = value.to_local() if single else value.full_tensor()
+    full = full.detach()
     if spec.slots is not None:
         slots = torch.tensor(spec.slots)
         # A replicated expert has several slots with equal values; the first one speaks.
