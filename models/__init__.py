@@ -1,7 +1,36 @@
-"""`moe_tp.models`."""
+"""What a model is: configuration, blocks, decoder, and one short file for each family."""
+
+from __future__ import annotations
 
 if __name__ != "moe_tp.models":
     raise ImportError(
-        f"this folder is the package moe_tp.models and was imported as {__name__!r}, which would make a second "
-        "copy of every class; write 'import moe_tp.models'"
+        f"this folder is the package moe_tp.models and was imported as {__name__!r}, which would "
+        "make a second copy of every class; write 'import moe_tp.models'"
     )
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_tp.models.config import ModelConfig
+    from moe_tp.models.families import preset
+    from moe_tp.models.load import build, from_pretrained, save_pretrained
+
+_HOME = {
+    "ModelConfig": "moe_tp.models.config",
+    "preset": "moe_tp.models.families",
+    "build": "moe_tp.models.load",
+    "from_pretrained": "moe_tp.models.load",
+    "save_pretrained": "moe_tp.models.load",
+}
+
+__all__ = ["ModelConfig", "build", "from_pretrained", "preset", "save_pretrained"]
+
+
+def __getattr__(name: str) -> object:
+    """Return a public name, importing its module the first time it is asked for."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'moe_tp.models' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

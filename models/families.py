@@ -1,0 +1,92 @@
+"""The families that this library knows, by their hub `model_type`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from moe_tp.checkpoint.rules import NameRules
+from moe_tp.errors import ConfigError
+from moe_tp.models.config import ModelConfig
+from moe_tp.models.hub import Family
+
+_MODULES = {
+    "mixtral": "mixtral",
+}
+
+_NOT_YET = {
+    "qwen3_next": "its linear-attention layers",
+    "qwen3_5_moe": "its linear-attention layers",
+    "gemma4": "its router and its dense MLP beside the experts",
+    "llama4": "its chunked attention and its weights on the experts' input",
+    "phimoe": "its sparsemixer router",
+    "dbrx": "its fused attention weights",
+}
+
+
+def model_types() -> tuple[str, ...]:
+    """Return the supported families by hub name."""
+    return tuple(_MODULES)
+
+
+def family(model_type: str) -> Family:
+    """Return a family by its hub name.
+
+    Raises:
+        ConfigError: it is not supported.
+    """
+    if model_type not in _MODULES:
+        reason = f" ({_NOT_YET[model_type]})" if model_type in _NOT_YET else ""
+        raise ConfigError(
+            f"model_type={model_type!r} is not supported{reason}; supported: "
+            f"{', '.join(_MODULES)}"
+        )
+    module = importlib.import_module(f"moe_tp.models.{_MODULES[model_type]}")
+    found = getattr(module, "FAMILIES")[model_type]
+    assert isinstance(found, Family)
+    return found
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Return the family of a hub config.
+
+    Raises:
+        ConfigError: it names no family, or one that is not supported.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ConfigError(
+            f"config.json has model_type={model_type!r}, so its family is unknown; it must be one "
+            f"of {', '.join(_MODULES)}"
+        )
+    return family(model_type)
+
+
+def preset(model_type: str, name: str = "tiny", **changes: Any) -> ModelConfig:
+    """Return a configuration of a published size, or the tiny one for tests and demonstrations.
+
+    Args:
+        model_type: the family.
+        name: one of its presets.
+        changes: hub config fields to set, by their hub names.
+
+    Raises:
+        ConfigError: no such family or preset.
+    """
+    found = family(model_type)
+    if name not in found.presets:
+        raise ConfigError(
+            f"preset={name!r} is unknown for {model_type}; choose one of {', '.join(found.presets)}"
+        )
+    return found.from_hub({**found.presets[name], "model_type": model_type, **changes})
+
+
+def rules_for(config: ModelConfig, tensors: Collection[str] = ()) -> NameRules:
+    """Return the name rules of a model.
+
+    Args:
+        config: the model.
+        tensors: hub names in the folder it is read from, which decide between forms.
+    """
+    return family(config.model_type).name_rules(config, tensors)

@@ -1,0 +1,261 @@
+"""Reading and writing hub `config.json` fields: names, types, null values, old and new spelling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_tp.checkpoint.rules import NameRules
+from moe_tp.errors import ConfigError
+from moe_tp.models.config import ModelConfig, RopeConfig
+
+_REQUIRED: Any = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What is particular to one family of models.
+
+    Args:
+        model_type: the hub's name.
+        from_hub: configuration of a hub `config.json`.
+        to_hub: the reverse.
+        name_rules: how parameters lie on disk, given the hub names in the folder (empty for a
+            model that is written first).
+        presets: hub configs of published sizes, and `tiny`.
+    """
+
+    model_type: str
+    from_hub: Callable[[Mapping[str, Any]], ModelConfig]
+    to_hub: Callable[[ModelConfig], dict[str, Any]]
+    name_rules: Callable[[ModelConfig, Collection[str]], NameRules]
+    presets: Mapping[str, Mapping[str, Any]]
+
+
+class HubFields:
+    """Typed access to a hub config; a field that is null counts as absent.
+
+    Args:
+        config: the decoded `config.json`.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.model_type = str(config.get("model_type"))
+
+    def raw(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Return a field as it is.
+
+        Raises:
+            ConfigError: it is absent or null and has no default.
+        """
+        value = self.config.get(name)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            raise ConfigError(
+                f"config.json of model_type={self.model_type!r} has no {name!r}, which this "
+                f"family needs; add it"
+            )
+        return default
+
+    def _typed(self, name: str, default: Any, kinds: tuple[type, ...], word: str) -> Any:
+        value = self.raw(name, default)
+        wrong_bool = isinstance(value, bool) and bool not in kinds
+        if value is not default and (wrong_bool or not isinstance(value, kinds)):
+            raise ConfigError(f"config.json: {name}={value!r} must be {word}")
+        return value
+
+    def integer(self, name: str, default: Any = _REQUIRED) -> int:
+        """Return a whole number."""
+        value = self._typed(name, default, (int, float), "a whole number")
+        if value != int(value):
+            raise ConfigError(f"config.json: {name}={value!r} must be a whole number")
+        return int(value)
+
+    def number(self, name: str, default: Any = _REQUIRED) -> float:
+        """Return a number."""
+        return float(self._typed(name, default, (int, float), "a number"))
+
+    def flag(self, name: str, default: Any = _REQUIRED) -> bool:
+        """Return true or false."""
+        return bool(self._typed(name, default, (bool,), "true or false"))
+
+    def text(self, name: str, default: Any = _REQUIRED) -> str:
+        """Return a string."""
+        return str(self._typed(name, default, (str,), "a string"))
+
+    def optional_integer(self, name: str) -> int | None:
+        """Return a whole number, or None where the field is absent or null."""
+        return None if self.config.get(name) is None else self.integer(name)
+
+    def optional_number(self, name: str) -> float | None:
+        """Return a number, or None where the field is absent or null."""
+        return None if self.config.get(name) is None else self.number(name)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Return a list of whole numbers, empty where the field is absent or null."""
+        value = self.raw(name, ())
+        if not isinstance(value, Sequence) or not all(isinstance(i, int) for i in value):
+            raise ConfigError(f"config.json: {name}={value!r} must be a list of whole numbers")
+        return tuple(value)
+
+    def must_be(self, name: str, allowed: Sequence[Any], default: Any) -> None:
+        """Check a field whose other values this library does not compute.
+
+        Raises:
+            ConfigError: names the values that are supported.
+        """
+        value = self.raw(name, default)
+        if value not in allowed:
+            listed = " or ".join(repr(a) for a in allowed)
+            raise ConfigError(
+                f"config.json: {name}={value!r} is not supported for "
+                f"model_type={self.model_type!r}; supported: {listed}"
+            )
+
+    def dtype(self) -> str | None:
+        """Return the dtype on disk, under its new or old name."""
+        value = self.raw("dtype", self.raw("torch_dtype", None))
+        return None if value is None else str(value).removeprefix("torch.")
+
+    def head_dim(self) -> int:
+        """Return the explicit head size, or the width split over the heads."""
+        explicit = self.optional_integer("head_dim")
+        if explicit is not None:
+            return explicit
+        dim, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
+        if dim % heads:
+            raise ConfigError(
+                f"hidden_size={dim} does not divide over num_attention_heads={heads} and "
+                f"head_dim is not given; add head_dim"
+            )
+        return dim // heads
+
+
+def read_rope(
+    fields: HubFields,
+    *,
+    theta: float = 10000.0,
+    partial: float = 1.0,
+    interleaved: bool = False,
+    scaling: Mapping[str, Any] | None = None,
+) -> RopeConfig:
+    """Return the rotary embedding of a config in the old or the new spelling.
+
+    Where both are there the old one decides, as in transformers.
+
+    Args:
+        fields: the config.
+        theta, partial, scaling: the family's defaults.
+        interleaved: the family's pairing.
+
+    Raises:
+        ConfigError: a kind that is not supported.
+    """
+    new = fields.raw("rope_parameters", {})
+    given = dict(fields.raw("rope_scaling", None) or new or scaling or {})
+    kind = str(given.get("rope_type") or given.get("type") or "default")
+    for source in (new, {"rope_theta": fields.raw("rope_theta", theta)}):
+        if given.get("rope_theta") is None and source.get("rope_theta") is not None:
+            given["rope_theta"] = source["rope_theta"]
+    fraction = given.get("partial_rotary_factor")
+    if fraction is None:
+        fraction = fields.number("partial_rotary_factor", new.get("partial_rotary_factor", partial))
+    values = HubFields({**given, "model_type": fields.model_type})
+    trained = fields.optional_integer("original_max_position_embeddings")
+    if trained is None:
+        trained = values.optional_integer("original_max_position_embeddings")
+    if trained is None and kind in ("llama3", "yarn"):
+        trained = fields.integer("max_position_embeddings")
+    factor = values.optional_number("factor")
+    if factor is None and kind == "yarn" and trained:
+        factor = fields.integer("max_position_embeddings") / trained
+    return RopeConfig(
+        theta=values.number("rope_theta"),
+        kind=kind,  # type: ignore[arg-type]  # checked by the class itself
+        partial=float(fraction),
+        interleaved=interleaved,
+        factor=1.0 if factor is None else factor,
+        original_positions=trained,
+        low_freq_factor=values.number("low_freq_factor", 1.0),
+        high_freq_factor=values.number("high_freq_factor", 4.0),
+        beta_fast=values.number("beta_fast", 32.0) or 32.0,
+        beta_slow=values.number("beta_slow", 1.0) or 1.0,
+        mscale=values.number("mscale", 0.0),
+        mscale_all_dim=values.number("mscale_all_dim", 0.0),
+        attention_factor=values.optional_number("attention_factor"),
+        truncate=values.flag("truncate", True),
+    )
+
+
+def write_rope(rope: RopeConfig) -> dict[str, Any]:
+    """Return the fields of a rotary embedding in both spellings."""
+    scaling: dict[str, Any] = {}
+    if rope.kind != "default":
+        scaling["factor"] = rope.factor
+    if rope.kind in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = rope.original_positions
+    if rope.kind == "llama3":
+        scaling["low_freq_factor"] = rope.low_freq_factor
+        scaling["high_freq_factor"] = rope.high_freq_factor
+    if rope.kind == "yarn":
+        scaling["beta_fast"], scaling["beta_slow"] = rope.beta_fast, rope.beta_slow
+        if rope.mscale:
+            scaling["mscale"] = rope.mscale
+        if rope.mscale_all_dim:
+            scaling["mscale_all_dim"] = rope.mscale_all_dim
+        if rope.attention_factor is not None:
+            scaling["attention_factor"] = rope.attention_factor
+        scaling["truncate"] = rope.truncate
+    parameters = {"rope_type": rope.kind, "rope_theta": rope.theta, **scaling}
+    result: dict[str, Any] = {
+        "rope_theta": rope.theta,
+        "rope_scaling": {"type": rope.kind, "rope_type": rope.kind, **scaling} if scaling else None,
+    }
+    if rope.partial != 1.0:
+        result["partial_rotary_factor"] = parameters["partial_rotary_factor"] = rope.partial
+    result["rope_parameters"] = parameters
+    return result
+
+
+def write_common(config: ModelConfig, architecture: str) -> dict[str, Any]:
+    """Return the fields that all families spell alike, over the keys the config was read with."""
+    result = dict(config.hub_config)
+    # A rope that was read and not changed is written as it was, beside the other spelling.
+    result.update(
+        model_type=config.model_type,
+        architectures=result.get("architectures") or [architecture],
+        vocab_size=config.vocab_size,
+        hidden_size=config.dim,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.attention.num_heads,
+        max_position_embeddings=config.max_positions,
+        initializer_range=config.init_std,
+        rms_norm_eps=config.norm_eps,
+        tie_word_embeddings=config.tie_embeddings,
+        hidden_act="silu",
+        attention_dropout=config.attention.dropout,
+        **write_rope(config.rope),
+    )
+    if config.residual_dropout or "residual_dropout" in result:
+        result["residual_dropout"] = config.residual_dropout
+    if config.dtype is not None:
+        result["dtype"] = result["torch_dtype"] = config.dtype
+    return result
+
+
+def common_fields(fields: HubFields) -> dict[str, Any]:
+    """Return the arguments of `ModelConfig` that all families spell alike."""
+    fields.must_be("hidden_act", ("silu", "swish"), "silu")
+    return {
+        "model_type": fields.text("model_type"),
+        "vocab_size": fields.integer("vocab_size"),
+        "dim": fields.integer("hidden_size"),
+        "num_layers": fields.integer("num_hidden_layers"),
+        "init_std": fields.number("initializer_range", 0.02),
+        "residual_dropout": fields.number("residual_dropout", 0.0),
+        "dtype": fields.dtype(),
+        "hub_config": dict(fields.config),
+    }
