@@ -76,10 +76,10 @@ def one_layout(layout: ParallelLayout, max_norm: float) -> dict[str, Any]:
     loss = model(ids[mine], targets[mine]) / TOTAL
     loss.backward()
     settle_gradients(model)
-    grads = {e.fqn: full_logical(e.param.grad, e.spec) for e in named_specs(model)}
-    params = {e.fqn: full_logical(e.param, e.spec) for e in named_specs(model)}
+    grads = {e.fqn: full_logical(e.param.grad, e.spec, mesh) for e in named_specs(model)}
+    params = {e.fqn: full_logical(e.param, e.spec, mesh) for e in named_specs(model)}
     norm = clip_grad_norm(model, max_norm)
-    clipped = {e.fqn: full_logical(e.param.grad, e.spec) for e in named_specs(model)}
+    clipped = {e.fqn: full_logical(e.param.grad, e.spec, mesh) for e in named_specs(model)}
     return {"grads": grads, "params": params, "norm": norm, "clipped": clipped, "loss": loss.item()}
 
 
@@ -110,9 +110,10 @@ def test_layers_match_plain_torch(world: int) -> None:
 
 
 def single_params() -> dict[str, torch.Tensor]:
-    model = Tiny(Mesh.single(), torch.float64)
+    mesh = Mesh.single()
+    model = Tiny(mesh, torch.float64)
     initialise(model, 5)
-    return {e.fqn: full_logical(e.param, e.spec) for e in named_specs(model)}
+    return {e.fqn: full_logical(e.param, e.spec, mesh) for e in named_specs(model)}
 
 
 def test_initial_weights_are_layout_free() -> None:
@@ -170,7 +171,7 @@ def logits_of(layout: ParallelLayout) -> tuple[torch.Tensor, torch.Tensor]:
     out.square().sum().backward()
     settle_gradients(head)
     entry = next(named_specs(head))
-    return out.detach(), full_logical(entry.param.grad, entry.spec)
+    return out.detach(), full_logical(entry.param.grad, entry.spec, mesh)
 
 
 def test_logits_are_whole_and_their_loss_counts_once() -> None:

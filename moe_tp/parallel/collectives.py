@@ -307,10 +307,15 @@ def _scatter_sum(x: torch.Tensor, group: Group, dim: int, phase: Phase) -> torch
     return out.movedim(0, dim)
 
 
+def apply_function(function: Any, *args: Any) -> Any:
+    """Return `function.apply(*args)` for an autograd Function, which torch leaves untyped."""
+    return function.apply(*args)
+
+
 def _run(function: Any, x: torch.Tensor, group: Group, *args: Any) -> torch.Tensor:
     if group.size == 1:
         return x
-    result: torch.Tensor = function.apply(x, *args)
+    result: torch.Tensor = apply_function(function, x, *args)
     return result
 
 

@@ -25,6 +25,7 @@ from moe_tp.parallel.parameter import (
     gradient_placements,
     mesh_of,
     named_specs,
+    splits,
     to_local,
 )
 
@@ -135,11 +136,7 @@ def _weight_of_shard(param: nn.Parameter, mesh: Mesh) -> float:
     """Return 1 / (ranks of the world that hold the same elements)."""
     if not isinstance(param, DTensor):
         return 1.0 / mesh.world_size
-    shards = math.prod(
-        size
-        for size, p in zip(param.device_mesh.shape, param.placements, strict=True)
-        if p.is_shard()
-    )
+    shards = math.prod(split.size for split in splits(param))
     return shards / mesh.layout.stage_size
 
 

@@ -18,6 +18,7 @@ from torch.autograd import Function
 from moe_tp.parallel.collectives import (
     Group,
     accumulate_dtype,
+    apply_function,
     raw_all_gather,
     raw_reduce_scatter_rows,
 )
@@ -97,8 +98,8 @@ def gather_linear(
 
     Collectives: all-gather of x over `group`; backward all-gather of x and one reduce-scatter.
     """
-    result: tuple[torch.Tensor, ...] = _GatherLinear.apply(
-        x_TD, group, len(weights), *weights, *biases
+    result: tuple[torch.Tensor, ...] = apply_function(
+        _GatherLinear, x_TD, group, len(weights), *weights, *biases
     )
     return result
 
@@ -116,7 +117,7 @@ def linear_scatter(
 
     Collectives: reduce-scatter over `group`, summed in fp32; backward all-gather.
     """
-    y_TD: torch.Tensor = _LinearScatter.apply(x_NF, weight_DF, group)
+    y_TD: torch.Tensor = apply_function(_LinearScatter, x_NF, weight_DF, group)
     return y_TD if bias_D is None else y_TD + bias_D
 
 

@@ -100,10 +100,7 @@ class Mesh:
             "dense": local_device_mesh(mesh.device.type, ("dp_cp", "tp")),
             "expert": local_device_mesh(mesh.device.type, ("edp", "ep", "etp")),
         }
-        mesh._replicas = {
-            "dense": local_device_mesh(mesh.device.type, ("dp_cp",)),
-            "expert": local_device_mesh(mesh.device.type, ("edp",)),
-        }
+        mesh._model = mesh._replicas = {}
         return mesh
 
     def _setup(
@@ -129,12 +126,18 @@ class Mesh:
         expert_sizes = (lay.pp, lay.edp, lay.ep, lay.etp)
         dense = init_device_mesh(kind, dense_sizes, mesh_dim_names=_DENSE)
         expert = init_device_mesh(kind, expert_sizes, mesh_dim_names=_EXPERT)
-        sharded = lay.zero > 0
-        self._rest: dict[str, DeviceMesh] = {
-            "dense": dense["tp"] if sharded else dense["dp_cp", "tp"],
-            "expert": expert["ep", "etp"] if sharded else expert["edp", "ep", "etp"],
+        self._rest: dict[Domain, DeviceMesh] = {
+            "dense": dense["dp_cp", "tp"],
+            "expert": expert["edp", "ep", "etp"],
         }
-        self._replicas: dict[str, DeviceMesh] = {"dense": dense["dp_cp"], "expert": expert["edp"]}
+        self._model: dict[Domain, DeviceMesh] = {
+            "dense": dense["tp"],
+            "expert": expert["ep", "etp"],
+        }
+        self._replicas: dict[Domain, DeviceMesh] = {
+            "dense": dense["dp_cp"],
+            "expert": expert["edp"],
+        }
         everyone = tuple(range(self.world_size))
         world = dist.group.WORLD
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -219,12 +222,13 @@ class Mesh:
         """Return this rank's place along `axis`."""
         return self.group(axis).rank
 
-    def at_rest(self, domain: Domain) -> DeviceMesh:
+    def at_rest(self, domain: Domain, *, zero_sharded: bool) -> DeviceMesh:
         """Return the mesh on which parameters of a domain are made.
 
-        It includes the replicas' axis at zero 0; at zero 1-3 `fully_shard` adds that axis.
+        It includes the replicas' axis, but for parameters that ZeRO shards at stages 1-3:
+        `fully_shard` adds that axis.
         """
-        return self._rest[domain]
+        return (self._model if zero_sharded and self.layout.zero else self._rest)[domain]
 
     def replicas(self, domain: Domain) -> DeviceMesh:
         """Return the one-axis mesh over which parameters of a domain are replicated."""

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from moe_tp.errors import ConfigError
+from moe_tp.parallel.collectives import raw_all_gather
 from moe_tp.parallel.mesh import Domain, Mesh
 from moe_tp.parallel.random import fill_normal, key_of
 
@@ -63,6 +65,15 @@ class ParamSpec:
     keep_fp32: bool = False
     slots: tuple[int, ...] | None = None
     pad: bool = False
+
+    @property
+    def zero_sharded(self) -> bool:
+        """Whether ZeRO may shard it over the replicas.
+
+        Small fp32 parameters and those whose gradient is partial over tp stay replicated:
+        `fully_shard` would cast the former and sum the latter over tp in the compute dtype.
+        """
+        return not (self.partial or self.keep_fp32)
 
     def padded_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Return the global shape with padding, which every shard axis divides.
@@ -121,7 +132,7 @@ class ParallelModule(nn.Module):
         """
         if spec.keep_fp32:
             dtype = torch.promote_types(dtype, torch.float32)
-        grid = self.mesh.at_rest(spec.domain)
+        grid = self.mesh.at_rest(spec.domain, zero_sharded=spec.zero_sharded)
         placements: list[Placement] = []
         shape = spec.padded_shape(self.mesh)
         local = list(shape)
@@ -180,7 +191,7 @@ def gradient_placements(param: DTensor, spec: ParamSpec) -> list[Placement]:
     for axis, placement in zip(
         param.device_mesh.mesh_dim_names or (), param.placements, strict=True
     ):
-        if placement.is_shard():
+        if split_dim(placement) is not None:
             result.append(placement)
         else:
             owed = axis in REPLICA_AXES or spec.partial
@@ -229,17 +240,48 @@ def local_index(param: torch.Tensor, spec: ParamSpec) -> tuple[torch.Tensor, ...
             full = torch.arange(padded)
             full[size:] = -1
             index.append(full)
-    grid = param.device_mesh
+    for split in splits(param):
+        chunk = -(-len(index[split.dim]) // split.size)
+        index[split.dim] = index[split.dim][split.rank * chunk : (split.rank + 1) * chunk]
+    return tuple(index)
+
+
+class Split(NamedTuple):
+    """One mesh axis that splits one dimension of a DTensor."""
+
+    axis: str
+    dim: int
+    size: int
+    rank: int
+
+
+def split_dim(placement: Placement) -> int | None:
+    """Return the dimension that a placement splits; None for Replicate and Partial.
+
+    torch's strided form, which FSDP puts on a dimension that tp splits too, answers False to
+    `is_shard`, so the question is put to its `dim`.
+    """
+    dim: int | None = getattr(placement, "dim", None)
+    return dim
+
+
+def splits(value: torch.Tensor) -> list[Split]:
+    """Return the axes that split a DTensor, in the order in which they do.
+
+    Model axes come first; the replicas' axis stands before them in the mesh but splits last what
+    they leave (ZeRO), in the chunks of `torch.chunk`.
+    """
+    assert isinstance(value, DTensor)
+    grid = value.device_mesh
     place = grid.get_coordinate()
     assert place is not None
-    axes = list(zip(grid.mesh_dim_names or (), param.placements, place, grid.shape, strict=True))
-    # Model axes first: a sharded replica axis stands before them in the mesh but splits last.
-    for _axis, placement, coordinate, size in sorted(axes, key=lambda a: a[0] in REPLICA_AXES):
-        if placement.is_shard():
-            dim = placement.dim  # type: ignore[attr-defined]
-            chunk = -(-len(index[dim]) // size)
-            index[dim] = index[dim][coordinate * chunk : (coordinate + 1) * chunk]
-    return tuple(index)
+    found = []
+    axes = zip(grid.mesh_dim_names or (), value.placements, grid.shape, place, strict=True)
+    for axis, placement, size, rank in axes:
+        dim = split_dim(placement)
+        if dim is not None:
+            found.append(Split(axis, dim, size, rank))
+    return sorted(found, key=lambda split: split.axis in REPLICA_AXES)
 
 
 def initialise(model: nn.Module, seed: int) -> None:
@@ -256,7 +298,7 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 def materialise(model: nn.Module, device: torch.device) -> None:
     """Allocate what was built on the meta device; values are uninitialised."""
-    model.to_empty(device=device)
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
 
 
 def to_local(value: torch.Tensor) -> torch.Tensor:
@@ -267,16 +309,22 @@ def to_local(value: torch.Tensor) -> torch.Tensor:
     return value.detach()
 
 
-def full_logical(value: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+def full_logical(value: torch.Tensor, spec: ParamSpec, mesh: Mesh) -> torch.Tensor:
     """Return the whole logical tensor of a parameter or settled gradient, on every rank.
 
     Collectives: all-gather over the axes that split it. For checks on small models.
     """
     assert isinstance(value, DTensor)
-    single = value.device_mesh.size() == 1
-    with torch.no_grad():
-        full: torch.Tensor = value.to_local() if single else value.full_tensor()
-    full = full.detach()
+    full = to_local(value)
+    steps, length = [], list(value.shape)
+    for split in splits(value):
+        steps.append((split, length[split.dim]))
+        length[split.dim] = -(-steps[-1][1] // split.size)
+    for split, whole in reversed(steps):
+        chunk = -(-whole // split.size)
+        missing = [0, 0] * (full.dim() - 1 - split.dim) + [0, chunk - full.shape[split.dim]]
+        full = raw_all_gather(F.pad(full, missing), mesh.group(split.axis), split.dim)
+        full = full.narrow(split.dim, 0, whole)
     if spec.slots is not None:
         slots = torch.tensor(spec.slots)
         # A replicated expert has several slots with equal values; the first one speaks.

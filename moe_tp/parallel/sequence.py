@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from moe_tp.parallel.collectives import Group, accumulate_dtype, all_reduce, replicate
+from moe_tp.parallel.collectives import (
+    Group,
+    accumulate_dtype,
+    all_reduce,
+    apply_function,
+    replicate,
+)
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import ONES, ParallelModule, ParamSpec
 
@@ -36,7 +42,7 @@ class _RMSNorm(Function):
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return the root-mean-square norm over the last dimension (arXiv:1910.07467, equation 4)."""
-    result: torch.Tensor = _RMSNorm.apply(x, weight, eps)
+    result: torch.Tensor = apply_function(_RMSNorm, x, weight, eps)
     return result
 
 

@@ -16,6 +16,7 @@ from torch.autograd import Function
 from moe_tp.parallel.collectives import (
     Group,
     accumulate_dtype,
+    apply_function,
     all_gather,
     raw_all_gather,
     raw_all_reduce,
@@ -187,7 +188,7 @@ def vocab_cross_entropy(
     all-reduces of one and two numbers a token; backward none.
     """
     head = _Head(group=group, vocab_size=vocab_size, chunk=chunk_tokens, scale=logit_scale)
-    result: torch.Tensor = _VocabCrossEntropy.apply(x_TD, weight_VD, targets_N, head)
+    result: torch.Tensor = apply_function(_VocabCrossEntropy, x_TD, weight_VD, targets_N, head)
     return result
 
 
@@ -212,7 +213,7 @@ def gather_shards(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """
     if group.size == 1:
         return x
-    result: torch.Tensor = _GatherShards.apply(x, group, dim)
+    result: torch.Tensor = apply_function(_GatherShards, x, group, dim)
     return result
 
 

@@ -1,0 +1,110 @@
+"""ZeRO 1-3 over the replicas of each parameter, by torch's `fully_shard` (FSDP2).
+
+| stage | parameters            | gradients                         | optimiser state |
+|-------|-----------------------|-----------------------------------|-----------------|
+| 0     | whole                 | whole                             | whole           |
+| 1     | whole within a step   | whole until the last micro-batch  | sharded         |
+| 2     | whole within a step   | sharded after each micro-batch    | sharded         |
+| 3     | whole while in use    | sharded after each micro-batch    | sharded         |
+
+(ZeRO: arXiv:1910.02054, section 5.) Dense parameters are sharded over dp x cp, experts over edp.
+Norms, routers, gates, replicated KV heads and biases that are added on owned tokens stay whole:
+they are small, kept out of the bf16 cast, and `settle_gradients` sums them in fp32. All reductions
+are sums; the loss has been divided already.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+from moe_tp.parallel.collectives import accumulate_dtype
+from moe_tp.parallel.mesh import Domain, Mesh
+from moe_tp.parallel.parameter import named_specs, splits
+
+
+@dataclass(frozen=True, slots=True)
+class WrapUnit:
+    """A module whose parameters are gathered and freed together, in its own forward."""
+
+    module: nn.Module
+    domain: Domain
+
+
+def apply_zero(model: nn.Module, mesh: Mesh, units: Sequence[WrapUnit]) -> None:
+    """Shard the parameters of a model in place, as the mesh's layout asks.
+
+    Args:
+        model: built on the meta device or with values; the root of the wrapping.
+        mesh: its layout's `zero` picks the stage; at 0 nothing is done.
+        units: inner units before the outer ones that contain them.
+
+    Collectives: none now; all-gathers over the replicas in forward (and backward at stage 3) and
+    reduce-scatters in backward.
+    """
+    stage, runtime = mesh.layout.zero, mesh.runtime
+    if stage == 0:
+        return
+    policy = MixedPrecisionPolicy(
+        param_dtype=runtime.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    if not _needs_wide_reduce(model):
+        policy = MixedPrecisionPolicy(param_dtype=runtime.compute_dtype, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy() if runtime.offload else OffloadPolicy()
+    whole = {entry.param for entry in named_specs(model) if not entry.spec.zero_sharded}
+    for unit in (*units, WrapUnit(model, "dense")):
+        size = mesh.replicas(unit.domain).size()
+        fully_shard(
+            unit.module,
+            mesh=mesh.replicas(unit.domain),
+            reshard_after_forward=stage == 3 and unit.module is not model,
+            shard_placement_fn=functools.partial(_shard_dim, size=size),
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=whole,
+        )
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _shard_dim(param: nn.Parameter, *, size: int) -> Shard:
+    """Return the dimension to shard: one that divides evenly and no model axis splits."""
+    taken: set[int] = set()
+    local: torch.Tensor = param
+    if isinstance(param, DTensor):
+        taken = {split.dim for split in splits(param)}
+        local = param.to_local()
+    even = [dim for dim, n in enumerate(local.shape) if n and n % size == 0]
+    free = [dim for dim in even if dim not in taken]
+    return Shard((free or even or [0])[0])
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Return the wrapped modules of a model; empty at zero 0."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def set_last_micro_batch(model: nn.Module, mesh: Mesh, last: bool) -> None:
+    """Say whether the next backward is the step's last: stage 1 sums gradients only then."""
+    if mesh.layout.zero == 1:
+        for module in fsdp_modules(model):
+            module.set_requires_gradient_sync(last, recurse=False)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free whole parameters that a forward without backward has left behind."""
+    for module in fsdp_modules(model):
+        module.reshard()
