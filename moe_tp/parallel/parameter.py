@@ -171,11 +171,11 @@ class ParallelModule(nn.Module):
         """Cast or move, keeping fp32 state in fp32: its values must never pass through bf16."""
         target = fn(torch.empty(0, device=self.mesh.device))
         if target.dtype.itemsize >= 4:
-            return super()._apply(fn, recurse)
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         kept = [name for name, spec in self.specs.items() if spec.keep_fp32]
         params = {name: self._parameters.pop(name) for name in kept}
         buffers = {name: self._buffers.pop(name) for name in self._fp32_buffers}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, param in params.items():
             if param is not None and target.device != param.device:
                 param.data = param.data.to(target.device)

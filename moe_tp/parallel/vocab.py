@@ -16,8 +16,8 @@ from torch.autograd import Function
 from moe_tp.parallel.collectives import (
     Group,
     accumulate_dtype,
-    apply_function,
     all_gather,
+    apply_function,
     raw_all_gather,
     raw_all_reduce,
     raw_reduce_scatter_rows,

@@ -57,11 +57,12 @@ def apply_zero(model: nn.Module, mesh: Mesh, units: Sequence[WrapUnit]) -> None:
     stage, runtime = mesh.layout.zero, mesh.runtime
     if stage == 0:
         return
+    widest = max((p.dtype for p in model.parameters()), key=lambda dtype: dtype.itemsize)
     policy = MixedPrecisionPolicy(
-        param_dtype=runtime.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=runtime.compute_dtype,
+        reduce_dtype=accumulate_dtype(widest),
+        cast_forward_inputs=False,
     )
-    if not _needs_wide_reduce(model):
-        policy = MixedPrecisionPolicy(param_dtype=runtime.compute_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if runtime.offload else OffloadPolicy()
     whole = {entry.param for entry in named_specs(model) if not entry.spec.zero_sharded}
     for unit in (*units, WrapUnit(model, "dense")):
