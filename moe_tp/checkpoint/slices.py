@@ -1,0 +1,123 @@
+"""Byte ranges of a dense block of a stored tensor, read with as few requests as its bytes allow.
+
+Stretches of a file that lie no more than `GAP` bytes apart are read in one request, and the bytes
+between them counted as gaps; wider apart, each is read by itself, straight to where it belongs, so
+that a rank asks for its own slice and no more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_tp.checkpoint.blocks import numel
+from moe_tp.checkpoint.header import TensorInfo
+from moe_tp.checkpoint.storage import Storage
+
+GAP = 4096  # bytes: what one page costs anyway
+STAGE = 8 << 20  # bytes read at once where gaps are dropped
+AHEAD = 32 << 20  # bytes announced to the disk before scattered reads
+
+
+@dataclass(slots=True)
+class Counter:
+    """Bytes asked from storage: of slices, of gaps that were read along, of headers."""
+
+    slices: int = 0
+    gaps: int = 0
+    headers: int = 0
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor as writable bytes."""
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def read_dense(
+    storage: Storage,
+    info: TensorInfo,
+    ranges: Sequence[range],
+    counter: Counter,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the block of a stored tensor, in its stored dtype, on the CPU.
+
+    Args:
+        storage: where the file is.
+        info: the tensor.
+        ranges: what to read along each dimension; every step is 1.
+        counter: counts the bytes.
+        out: contiguous CPU tensor to fill instead of a new one.
+    """
+    sizes = [len(r) for r in ranges]
+    if out is None:
+        out = torch.empty(sizes, dtype=info.dtype)
+    assert out.is_contiguous()
+    assert out.dtype == info.dtype
+    assert out.numel() == numel(ranges)
+    if out.numel() == 0:
+        return out
+    view = bytes_of(out)
+    item = info.dtype.itemsize
+    strides = [math.prod(info.shape[d + 1 :]) * item for d in range(len(info.shape))]
+    # The longest stretch: dimensions that are whole from the right, and one that is cut.
+    cut = len(ranges)
+    while cut > 0 and sizes[cut - 1] == info.shape[cut - 1]:
+        cut -= 1
+    cut = max(cut - 1, 0)
+    length = math.prod(sizes[cut:]) * item
+    base = info.offset + sum(r.start * s for r, s in zip(ranges, strides))
+    counter.slices += len(view)
+    if cut == 0:
+        storage.read_into(info.file, base, view)
+        return out
+    count, stride = sizes[cut - 1], strides[cut - 1]
+    done = 0
+    for outer in itertools.product(*(range(n) for n in sizes[: cut - 1])):
+        start = base + sum(i * s for i, s in zip(outer, strides))
+        block = view[done : done + count * length]
+        if stride - length <= GAP:
+            _read_joined(storage, info.file, start, stride, length, block, counter)
+        else:
+            _read_apart(storage, info.file, start, stride, length, block)
+        done += count * length
+    return out
+
+
+def _read_apart(
+    storage: Storage, file: str, start: int, stride: int, length: int, out: memoryview
+) -> None:
+    count = len(out) // length
+    per = max(1, AHEAD // stride)
+    for row in range(count):
+        if row % per == 0:
+            rows = min(per, count - row)
+            storage.expect(file, start + row * stride, (rows - 1) * stride + length)
+        storage.read_into(file, start + row * stride, out[row * length : (row + 1) * length])
+
+
+def _read_joined(
+    storage: Storage,
+    file: str,
+    start: int,
+    stride: int,
+    length: int,
+    out: memoryview,
+    counter: Counter,
+) -> None:
+    count = len(out) // length
+    per = max(1, STAGE // stride)
+    stage = torch.empty(min(per, count) * stride, dtype=torch.uint8)
+    target = torch.frombuffer(out, dtype=torch.uint8).view(count, length)
+    for row in range(0, count, per):
+        rows = min(per, count - row)
+        span = (rows - 1) * stride + length
+        storage.read_into(file, start + row * stride, bytes_of(stage)[:span])
+        counter.gaps += span - rows * length
+        target[row : row + rows] = stage[: rows * stride].view(rows, stride)[:, :length]

@@ -1,0 +1,133 @@
+"""Bytes of the files of one folder, local or remote, by range."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Protocol
+
+from moe_tp.errors import CheckpointError
+
+_MAX_OPEN = 64
+_MAX_READ = 1 << 30  # Linux returns at most 2 GiB a call
+
+
+class Storage(Protocol):
+    """Read-only access to the files of one folder.
+
+    Attributes:
+        where: the folder, for messages.
+        first_read: bytes to ask for first of a file whose header length is not known yet.
+    """
+
+    where: str
+    first_read: int
+
+    def sizes(self) -> dict[str, int]:
+        """Return every file's size in bytes by name; -1 where a link leads nowhere."""
+        ...
+
+    def read(self, file: str, offset: int, length: int) -> bytes:
+        """Return up to `length` bytes from `offset`; fewer only at the end of the file."""
+        ...
+
+    def read_into(self, file: str, offset: int, out: memoryview) -> None:
+        """Fill `out` from `offset` on; CheckpointError if the file ends before."""
+        ...
+
+    def expect(self, file: str, offset: int, length: int) -> None:
+        """Say that these bytes will be asked for soon."""
+        ...
+
+    def close(self) -> None:
+        """Close open files."""
+        ...
+
+
+class LocalStorage:
+    """A folder on a local or mounted file system; links (hub caches) are followed.
+
+    Positioned reads, no memory map: a file that is cut while it is read gives an error, where a map
+    would kill the process.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        CheckpointError: it is no folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.where = str(self.path)
+        self.first_read = 8
+        self._open: OrderedDict[str, int] = OrderedDict()
+        if not self.path.is_dir():
+            found = "a file" if self.path.exists() else "nothing"
+            raise CheckpointError(
+                f"{self.where}: expected a model folder, found {found}; "
+                f"give the folder that holds config.json"
+            )
+
+    def sizes(self) -> dict[str, int]:
+        """Return every file's size in bytes by name; -1 where a link leads nowhere."""
+        found = {}
+        for entry in sorted(os.scandir(self.path), key=lambda e: e.name):
+            try:
+                if entry.is_file():
+                    found[entry.name] = entry.stat().st_size
+                elif entry.is_symlink() and not entry.is_dir():
+                    found[entry.name] = -1
+            except OSError:
+                found[entry.name] = -1
+        return found
+
+    def read(self, file: str, offset: int, length: int) -> bytes:
+        """Return up to `length` bytes from `offset`; fewer only at the end of the file."""
+        try:
+            return os.pread(self._descriptor(file), length, offset)
+        except OSError as error:
+            raise CheckpointError(f"{self.where}/{file}: cannot be read ({error})") from error
+
+    def read_into(self, file: str, offset: int, out: memoryview) -> None:
+        """Fill `out` from `offset` on; CheckpointError if the file ends before."""
+        descriptor = self._descriptor(file)
+        done = 0
+        try:
+            while done < len(out):
+                got = os.preadv(descriptor, [out[done : done + _MAX_READ]], offset + done)
+                if got == 0:
+                    raise CheckpointError(
+                        f"{self.where}/{file}: expected {len(out)} bytes from byte {offset}, found "
+                        f"the end of the file after {done}; it was cut while it was read"
+                    )
+                done += got
+        except OSError as error:
+            raise CheckpointError(f"{self.where}/{file}: cannot be read ({error})") from error
+
+    def expect(self, file: str, offset: int, length: int) -> None:
+        """Say that these bytes will be asked for soon, so that the disk reads them in one go."""
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):  # advice only: some file systems refuse it
+                os.posix_fadvise(self._descriptor(file), offset, length, os.POSIX_FADV_WILLNEED)
+
+    def close(self) -> None:
+        """Close open files."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _descriptor(self, file: str) -> int:
+        known = self._open.get(file)
+        if known is not None:
+            self._open.move_to_end(file)
+            return known
+        try:
+            descriptor = os.open(self.path / file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise CheckpointError(f"{self.where}/{file}: cannot be opened ({error})") from error
+        self._open[file] = descriptor
+        if len(self._open) > _MAX_OPEN:
+            os.close(self._open.popitem(last=False)[1])
+        return descriptor
