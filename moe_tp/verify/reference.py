@@ -1,0 +1,419 @@
+"""A whole model in one process, as a plain function of hub tensors: what layouts must equal.
+
+Letters: B batch · S sequence · T tokens (B * S) · D width · H heads · G key/value heads · h head
+size · E experts · K choices · V vocabulary.
+
+Nothing here is shared with the code under test: no dispatcher, no collective, no module, no name
+rule. Weights are the tensors of the folder under their own names, gradients come from autograd on
+those leaves, experts run in a Python loop, attention is an explicit softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from moe_tp.errors import CheckpointError
+from moe_tp.verify import gate as gating
+from moe_tp.verify.attention import attend, documents, rms_norm, rotation, turn, visible
+from moe_tp.verify.family import Facts, facts
+from moe_tp.verify.gate import Routing
+from moe_tp.verify.hub import read_config, read_tensors
+
+__all__ = ["Batch", "Losses", "Outcome", "Reference", "targets"]
+
+_GATE_NAMES = ("block_sparse_moe.gate", "block_sparse_moe.router.layer", "mlp.router", "mlp.gate")
+_SHARED_NAMES = ("mlp.shared_expert", "mlp.shared_experts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One rank's part of a micro-batch; all `[B, S]`, labels hub-style (-100 ignored)."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    attention_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+
+    @property
+    def real(self) -> torch.Tensor:
+        """Return `[B, S]`, False where a token is padding."""
+        if self.attention_mask is None:
+            return torch.ones_like(self.input_ids, dtype=torch.bool)
+        return self.attention_mask.bool()
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Return `[B, S]` positions, counted from 0 in each row unless given."""
+        if self.position_ids is not None:
+            return self.position_ids
+        length = self.input_ids.shape[1]
+        return torch.arange(length).expand(self.input_ids.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """Which router losses are added to the cross entropy, and how strongly."""
+
+    balance: float = 0.0
+    kind: str = "micro_batch"  # or "pooled": transformers' mean over all layers
+    z: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the reference computed for one optimiser step."""
+
+    loss: torch.Tensor
+    aux_loss: torch.Tensor
+    targets: int
+    logits: list[list[torch.Tensor]]  # [micro-batch][rank] -> [B, S, V]
+    routing: list[list[list[Routing]]]  # [micro-batch][rank][MoE layer in order]
+    gradients: dict[str, torch.Tensor]
+
+    @property
+    def grad_norm(self) -> float:
+        """Return the global gradient norm."""
+        squares = [g.double().square().sum() for g in self.gradients.values()]
+        return float(torch.stack(squares).sum().sqrt())
+
+
+def targets(batch: Batch) -> torch.Tensor:
+    """Return `[B, S]`: the token each position must predict, -100 where there is none.
+
+    None: the last position, an ignored label, the first token of a packed document, padding on
+        either side.
+    """
+    target_BS = torch.full_like(batch.labels, -100)
+    if batch.labels.shape[1] < 2:
+        return target_BS
+    document_BS = documents(batch.positions)
+    valid_BS = (document_BS[:, 1:] == document_BS[:, :-1]) & batch.real[:, 1:] & batch.real[:, :-1]
+    target_BS[:, :-1] = batch.labels[:, 1:].masked_fill(~valid_BS, -100)
+    return target_BS
+
+
+class Reference:
+    """The leaf tensors of a model and the function of them."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        config: Mapping[str, Any],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.facts: Facts = facts(config)
+        self.dtype = dtype
+        self._used: set[str] = set()
+        self.weights: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            if name.endswith("e_score_correction_bias"):
+                self.buffers[name] = tensor.to(_at_least_fp32(dtype))
+            elif not self._passed_through(name):
+                self.weights[name] = tensor.to(dtype).clone().requires_grad_()
+
+    @classmethod
+    def load(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> Reference:
+        """Return the model of a hub folder, every tensor in `dtype` (fp32 or fp64)."""
+        config = read_config(path)
+        return cls(read_tensors(path), config, dtype)
+
+    def step(
+        self,
+        micro_batches: Sequence[Sequence[Batch]],
+        losses: Losses | None = None,
+        *,
+        forced: Sequence[Sequence[Sequence[torch.Tensor]]] | None = None,
+        backward: bool = True,
+    ) -> Outcome:
+        """Return losses, logits, routing and gradients of one optimiser step.
+
+        The loss is the sum over all targets divided by their number; router losses are those of the
+        micro-batches (each over the union of its ranks), averaged over the micro-batches.
+
+        Args:
+            micro_batches: for each micro-batch the part of each rank.
+            losses: router losses; None: none.
+            forced: routing to compute instead of the own, `[micro-batch][rank][MoE layer] -> [T,
+                K]`.
+            backward: False leaves the gradients empty.
+        """
+        losses = losses or Losses()
+        total = torch.zeros((), dtype=self.dtype)
+        aux = torch.zeros((), dtype=self.dtype)
+        count = 0
+        logits: list[list[torch.Tensor]] = []
+        routing: list[list[list[Routing]]] = []
+        for m, parts in enumerate(micro_batches):
+            logits.append([])
+            routing.append([])
+            for r, batch in enumerate(parts):
+                out_BSV, layers = self.forward(batch, forced[m][r] if forced is not None else None)
+                logits[m].append(out_BSV.detach())
+                routing[m].append(layers)
+                target_BS = targets(batch)
+                count += int((target_BS != -100).sum())
+                total = total + _cross_entropy_sum(out_BSV, target_BS)
+            aux = aux + self._router_losses(routing[m], losses) / len(micro_batches)
+        loss = total / max(count, 1)
+        gradients = self._gradients(loss + aux) if backward else {}
+        return Outcome(
+            loss=loss.detach(),
+            aux_loss=aux.detach(),
+            targets=count,
+            logits=logits,
+            routing=routing,
+            gradients=gradients,
+        )
+
+    def forward(
+        self, batch: Batch, forced: Sequence[torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, list[Routing]]:
+        """Return logits `[B, S, V]` and the routing of each MoE layer.
+
+        Args:
+            batch: one part of a micro-batch.
+            forced: `[T, K]` experts for each MoE layer; None: the model's own choice.
+        """
+        f = self.facts
+        x_BSD = F.embedding(batch.input_ids, self._get("model.embed_tokens.weight"))
+        x_BSD = x_BSD * f.embedding_scale
+        turns = rotation(f.rope, batch.positions, self.dtype)
+        routing: list[Routing] = []
+        for i in range(f.layers):
+            prefix = f"model.layers.{i}."
+            normed = rms_norm(x_BSD, self._get(prefix + "input_layernorm.weight"), f.eps)
+            seen_BSS = visible(batch.positions, batch.real, f.windows[i])
+            attention = self._latent_attention if f.latent else self._attention
+            out = attention(prefix + "self_attn.", normed, turns, seen_BSS)
+            x_BSD = x_BSD + out * f.residual_scale
+            normed = rms_norm(x_BSD, self._get(prefix + "post_attention_layernorm.weight"), f.eps)
+            if i in f.moe_layers:
+                own = None if forced is None else forced[len(routing)]
+                out, routed = self._moe(prefix, normed, batch.real, own)
+                routing.append(routed)
+            else:
+                out = self._mlp(prefix + "mlp", normed)
+            x_BSD = x_BSD + out * f.residual_scale
+        x_BSD = rms_norm(x_BSD, self._get("model.norm.weight"), f.eps)
+        head = "model.embed_tokens.weight" if f.tied else "lm_head.weight"
+        logits_BSV = F.linear(x_BSD, self._get(head)) * f.logit_scale
+        self._check_all_used()
+        return logits_BSV, routing
+
+    def _router_losses(self, parts: Sequence[Sequence[Routing]], losses: Losses) -> torch.Tensor:
+        """Return the weighted router losses of one micro-batch."""
+        aux = torch.zeros((), dtype=self.dtype)
+        layers = [list(layer) for layer in zip(*parts, strict=True)]
+        if not layers:
+            return aux
+        if losses.balance:
+            pooled = losses.kind == "pooled"
+            form = gating.pooled_balance_loss if pooled else gating.balance_loss
+            aux = aux + losses.balance * form(layers, self.facts.gate)
+        if losses.z:
+            aux = aux + losses.z * gating.z_loss(layers)
+        return aux
+
+    def _gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        leaves = list(self.weights.values())
+        grads: Sequence[torch.Tensor | None] = [None] * len(leaves)
+        if loss.requires_grad:
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        return {
+            name: torch.zeros_like(leaf) if grad is None else grad
+            for (name, leaf), grad in zip(self.weights.items(), grads, strict=True)
+        }
+
+    def _attention(
+        self,
+        prefix: str,
+        x_BSD: torch.Tensor,
+        turns: tuple[torch.Tensor, ...],
+        seen_BSS: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return grouped-query attention of normed tokens."""
+        f = self.facts
+        q, k, v = (self._linear(f"{prefix}{n}_proj", x_BSD) for n in "qkv")
+        full_width = f.family == "olmoe"
+        if full_width:
+            q = self._norm(prefix + "q_norm", q)
+            k = self._norm(prefix + "k_norm", k)
+        if f.clip_qkv is not None:
+            q, k, v = (t.clamp(-f.clip_qkv, f.clip_qkv) for t in (q, k, v))
+        q, k, v = (t.unflatten(-1, (-1, f.head_dim)) for t in (q, k, v))
+        if not full_width and prefix + "q_norm.weight" in self.weights:
+            q = self._norm(prefix + "q_norm", q)
+            k = self._norm(prefix + "k_norm", k)
+        cos, sin = turns
+        q, k = turn(q, f.rope, cos, sin), turn(k, f.rope, cos, sin)
+        sink_H = self._get(prefix + "sinks") if prefix + "sinks" in self.weights else None
+        out_BSHh = attend(q, k, v, seen_BSS, f.softmax_scale, sink_H)
+        return self._linear(prefix + "o_proj", out_BSHh.flatten(-2))
+
+    def _latent_attention(
+        self,
+        prefix: str,
+        x_BSD: torch.Tensor,
+        turns: tuple[torch.Tensor, ...],
+        seen_BSS: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return multi-head latent attention of normed tokens (arXiv:2405.04434, section 2.1)."""
+        f, latent = self.facts, self.facts.latent
+        assert latent is not None
+        if prefix + "q_proj.weight" in self.weights:
+            q = self._linear(prefix + "q_proj", x_BSD)
+        else:
+            low = self._linear(prefix + "q_a_proj", x_BSD)
+            q = self._linear(
+                prefix + "q_b_proj", self._norm(prefix + "q_a_layernorm", low, eps=1e-6)
+            )
+        q_plain, q_turned = q.unflatten(-1, (f.heads, -1)).split([latent.nope, latent.rope], -1)
+        compressed = self._linear(prefix + "kv_a_proj_with_mqa", x_BSD)
+        kv, k_turned = compressed.split([latent.kv_rank, latent.rope], -1)
+        kv = self._linear(prefix + "kv_b_proj", self._norm(prefix + "kv_a_layernorm", kv, eps=1e-6))
+        k_plain, v = kv.unflatten(-1, (f.heads, -1)).split([latent.nope, latent.value], -1)
+        cos, sin = turns
+        q_turned = turn(q_turned, f.rope, cos, sin)
+        k_turned = turn(k_turned.unsqueeze(2), f.rope, cos, sin).expand(-1, -1, f.heads, -1)
+        q = torch.cat([q_plain, q_turned], -1)
+        k = torch.cat([k_plain, k_turned], -1)
+        out_BSHh = attend(q, k, v, seen_BSS, f.softmax_scale, None)
+        return self._linear(prefix + "o_proj", out_BSHh.flatten(-2))
+
+    def _mlp(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self._linear(prefix + ".gate_proj", x), self._linear(prefix + ".up_proj", x)
+        return self._linear(prefix + ".down_proj", F.silu(gate) * up)
+
+    def _moe(
+        self,
+        prefix: str,
+        x_BSD: torch.Tensor,
+        real_BS: torch.Tensor,
+        forced_TK: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Routing]:
+        """Return the MoE layer's output and routing."""
+        x_TD = x_BSD.flatten(0, 1)
+        name = self._first(prefix, _GATE_NAMES)
+        wide = _at_least_fp32(self.dtype)
+        logits_TE = F.linear(x_TD.to(wide), self._get(name + ".weight").to(wide))
+        if name + ".bias" in self.weights:
+            logits_TE = logits_TE + self._get(name + ".bias").to(wide)
+        bias_E = self.buffers.get(name + ".e_score_correction_bias")
+        routed = gating.choose(logits_TE, self.facts.gate, bias_E, real_BS.flatten(), forced_TK)
+        out_TD = torch.zeros_like(x_TD)
+        for e in range(self.facts.experts):
+            token, choice = torch.where(routed.ids_TK == e)
+            if token.numel():
+                row = self._expert(prefix, e, x_TD[token])
+                weight = routed.weights_TK[token, choice, None].to(row.dtype)
+                out_TD = out_TD.index_add(0, token, row * weight)
+        return (out_TD + self._shared(prefix, x_TD)).view_as(x_BSD), routed
+
+    def _expert(self, prefix: str, e: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows' output of one expert, whichever way the folder stores it."""
+        for block, names in (
+            ("block_sparse_moe.experts.", ("w1", "w3", "w2")),
+            ("mlp.experts.", ("gate_proj", "up_proj", "down_proj")),
+        ):
+            stem = f"{prefix}{block}{e}."
+            if f"{stem}{names[0]}.weight" in self.weights:
+                gate, up = (self._linear(stem + n, x) for n in names[:2])
+                return self._linear(stem + names[2], F.silu(gate) * up)
+        if self.facts.gate_limit is not None:
+            return self._clamped_expert(prefix + "mlp.experts.", e, x)
+        fused = self._first(
+            prefix, ("block_sparse_moe.input_linear.weight", "mlp.experts.gate_up_proj"), ""
+        )
+        down = fused.replace("input_linear", "output_linear").replace("gate_up_proj", "down_proj")
+        gate, up = F.linear(x, self._get(fused)[e]).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, self._get(down)[e])
+
+    def _clamped_expert(self, prefix: str, e: int, x: torch.Tensor) -> torch.Tensor:
+        """Return GPT-OSS's expert: clamped, biased, gate and up interleaved, `[in, out]`."""
+        limit, alpha = self.facts.gate_limit, self.facts.gate_alpha
+        assert limit is not None
+        mixed = (
+            x @ self._get(prefix + "gate_up_proj")[e] + self._get(prefix + "gate_up_proj_bias")[e]
+        )
+        gate = mixed[:, 0::2].clamp(max=limit)
+        up = mixed[:, 1::2].clamp(-limit, limit)
+        hidden = (up + 1) * gate * torch.sigmoid(alpha * gate)
+        return hidden @ self._get(prefix + "down_proj")[e] + self._get(prefix + "down_proj_bias")[e]
+
+    def _shared(self, prefix: str, x_TD: torch.Tensor) -> torch.Tensor:
+        """Return the output of the expert that every token visits, zeros if there is none."""
+        for name in _SHARED_NAMES:
+            if f"{prefix}{name}.gate_proj.weight" in self.weights:
+                out = self._mlp(prefix + name, x_TD)
+                switch = f"{prefix}{name}_gate"
+                if switch + ".weight" in self.weights:
+                    out = out * torch.sigmoid(self._linear(switch, x_TD))
+                return out
+        return torch.zeros_like(x_TD)
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        bias = self._get(name + ".bias") if name + ".bias" in self.weights else None
+        return F.linear(x, self._get(name + ".weight"), bias)
+
+    def _norm(self, name: str, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+        return rms_norm(x, self._get(name + ".weight"), self.facts.eps if eps is None else eps)
+
+    def _first(self, prefix: str, names: Sequence[str], suffix: str = ".weight") -> str:
+        for name in names:
+            if prefix + name + suffix in self.weights:
+                return prefix + name
+        raise CheckpointError(
+            f"the folder has none of {', '.join(prefix + n + suffix for n in names)}; "
+            f"a {self.facts.family} model needs one of them"
+        )
+
+    def _get(self, name: str) -> torch.Tensor:
+        if name not in self.weights:
+            raise CheckpointError(
+                f"the folder has no tensor {name!r}, which a {self.facts.family} model needs"
+            )
+        self._used.add(name)
+        return self.weights[name]
+
+    def _passed_through(self, name: str) -> bool:
+        """Return True for what a decoder does not use: further-token heads, angles, a tied head."""
+        if name.endswith("rotary_emb.inv_freq") or name.startswith("mtp."):
+            return True
+        if name == "lm_head.weight" and self.facts.tied:
+            return True
+        parts = name.split(".")
+        return parts[:2] == ["model", "layers"] and int(parts[2]) >= self.facts.layers
+
+    def _check_all_used(self) -> None:
+        """Refuse tensors that had no part in the forward, so that none is left out in silence."""
+        idle = sorted(n for n in set(self.weights) - self._used if not _is_expert(n))
+        if idle:
+            raise CheckpointError(
+                f"the reference has no use for {len(idle)} tensors of the folder, "
+                f"the first is {idle[0]!r}; "
+                f"is model_type={self.facts.family!r} right?"
+            )
+
+
+def _is_expert(name: str) -> bool:
+    """Return True for an expert's own tensor, which is unused where no token visits it."""
+    return ".experts." in name
+
+
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _cross_entropy_sum(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Tensor:
+    """Return the sum over targets of -log p."""
+    kept_BS = target_BS != -100
+    log_p_NV = logits_BSV[kept_BS].log_softmax(-1)
+    picked = log_p_NV.gather(1, target_BS[kept_BS][:, None])
+    return -picked.sum()
