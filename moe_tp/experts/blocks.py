@@ -1,0 +1,130 @@
+"""Matrix products of groups of rows with the experts that own them.
+
+Letters: P pairs sorted by expert · n pairs of one block · e experts · N, K matrix sizes.
+
+A `Block` is a run of experts and their pairs. The sliced back end has one block an expert and plain
+matmuls into given buffers; the grouped back end has a single block of all experts and one
+`grouped_mm` a product. The kernel is written once against the three products below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from moe_tp.experts import workspace
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Pairs `start:stop`, owned by `expert`, or by all experts where `ends_e` is set.
+
+    Args:
+        start, stop: the pairs.
+        expert: local slot; unused where `ends_e` is set.
+        ends_e: int32, end of each expert's pairs; then the block holds every expert.
+        valid_P1: False in padding pairs, where there may be any.
+    """
+
+    start: int
+    stop: int
+    expert: int = 0
+    ends_e: torch.Tensor | None = None
+    valid_P1: torch.Tensor | None = None
+
+    def nt(
+        self, x_nK: torch.Tensor, weight_eNK: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return `x W^T` for each row's expert, `[n, N]`; in `out` where that is of use."""
+        return self.nn(x_nK, weight_eNK.transpose(-2, -1), out)
+
+    def nn(
+        self, x_nN: torch.Tensor, weight_eNK: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return `x W` for each row's expert, `[n, K]`; in `out` where that is of use."""
+        if self.ends_e is None:
+            return torch.mm(x_nN, weight_eNK[self.expert], out=out)
+        return F.grouped_mm(x_nN, weight_eNK, offs=self.ends_e)
+
+    def tn(self, a_nN: torch.Tensor, b_nK: torch.Tensor, out_eNK: torch.Tensor) -> None:
+        """Fill the block's experts of `out_eNK` with `a^T b`, zero for an expert without rows."""
+        if self.ends_e is None:
+            if self.start == self.stop:
+                out_eNK[self.expert].zero_()
+            else:
+                torch.mm(a_nN.t(), b_nK, out=out_eNK[self.expert])
+        else:
+            out_eNK.copy_(F.grouped_mm(a_nN.t(), b_nK, offs=self.ends_e))
+
+    def column_sums(self, a_nN: torch.Tensor, weight_n: torch.Tensor, out_eN: torch.Tensor) -> None:
+        """Fill the block's experts of `out_eN` with the sum over rows of `weight * a`."""
+        if self.ends_e is None:
+            torch.sum(a_nN * weight_n[:, None], dim=0, out=out_eN[self.expert])
+        else:
+            # eight equal columns, because grouped_mm wants rows of 16 bytes; its order is fixed
+            columns = weight_n.to(a_nN.dtype)[:, None].expand(-1, 8).contiguous()
+            out_eN.copy_(F.grouped_mm(a_nN.t(), columns, offs=self.ends_e)[..., 0])
+
+    def each_row(self, bias_eN: torch.Tensor) -> torch.Tensor:
+        """Return the bias of each row's expert, `[n, N]` or `[1, N]`."""
+        if self.ends_e is None:
+            return bias_eN[self.expert : self.expert + 1]
+        pairs = torch.arange(self.stop - self.start, device=bias_eN.device, dtype=torch.int32)
+        slot_P = torch.searchsorted(self.ends_e, pairs, right=True)
+        return bias_eN.index_select(0, slot_P.clamp_(max=bias_eN.shape[0] - 1))
+
+    def add_to_rows(
+        self, out_RD: torch.Tensor, row_n: torch.Tensor, y_nD: torch.Tensor
+    ) -> torch.Tensor:
+        """Return `out_RD` with each pair's row added, in the order of the pairs."""
+        if self.ends_e is None:
+            # a row meets an expert at most once, so no two additions meet here
+            return out_RD.index_add_(0, row_n, y_nD.to(out_RD.dtype))
+        num_rows = out_RD.shape[0]
+        if self.valid_P1 is not None:
+            row_n = torch.where(self.valid_P1[:, 0], row_n, num_rows)
+        sorted_rows, order = torch.sort(row_n, stable=True)
+        bounds = torch.searchsorted(sorted_rows, torch.arange(num_rows + 1, device=row_n.device))
+        summed = torch.embedding_bag(
+            y_nD.to(out_RD.dtype), order, bounds, mode=0, include_last_offset=True
+        )[0]
+        return out_RD.add_(summed)
+
+
+def make_blocks(
+    counts_e: torch.Tensor, counts: tuple[int, ...] | None, num_pairs: int, *, grouped: bool
+) -> list[Block]:
+    """Return the blocks that cover all pairs; reads the counts to the host unless `grouped`."""
+    if not grouped or num_pairs == 0:
+        if counts is None:
+            counts = tuple(counts_e.tolist()) if num_pairs else (0,) * counts_e.shape[0]
+        blocks, start = [], 0
+        for expert, count in enumerate(counts):
+            blocks.append(Block(start, start + count, expert))
+            start += count
+        return blocks
+    ends_e = counts_e.cumsum(0).to(torch.int32)
+    valid_P1 = None
+    if counts is None or sum(counts) != num_pairs:
+        pairs = torch.arange(num_pairs, device=counts_e.device)
+        valid_P1 = (pairs < ends_e[-1])[:, None]
+    return [Block(0, num_pairs, ends_e=ends_e, valid_P1=valid_P1)]
+
+
+class Scratch:
+    """Named buffers that each block uses again; they grow to the largest block."""
+
+    def __init__(self, blocks: list[Block], device: torch.device) -> None:
+        self._rows = max((block.stop - block.start for block in blocks), default=0)
+        self._device = device
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised `[rows, columns]`; earlier contents of that name are lost."""
+        found = self._buffers.get(name)
+        if found is None or found.shape[1] != columns or found.shape[0] < rows:
+            size = (max(self._rows, rows), columns)
+            found = self._buffers[name] = workspace.empty(size, dtype, self._device)
+        return found[:rows]

@@ -1,0 +1,415 @@
+"""The expert kernel: one autograd function that saves little and allocates little.
+
+Letters: R rows · P pairs · n pairs of one block · D width · F expert hidden · e local experts ·
+r adapter rank.
+
+Saved for backward, a pair: the pre-activations (2F), its row and weight; once: the rows. Expansion
+of rows to pairs, activation and down input are computed again in backward, and with `recompute` so
+are the pre-activations. No expert output is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from moe_tp.experts import workspace
+from moe_tp.experts.activation import Activation, ActivationStep
+from moe_tp.experts.blocks import Block, Scratch, make_blocks
+
+CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements of one elementwise pass; CPU: stay in L2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What of the kernel's arguments is no tensor."""
+
+    activation: Activation
+    counts: tuple[int, ...] | None
+    grouped: bool
+    recompute: bool
+    scale: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Weights:
+    """The kernel's parameters, gate and up as one matrix."""
+
+    gate_up_eND: torch.Tensor
+    down_eDF: torch.Tensor
+    gate_up_bias_eN: torch.Tensor | None
+    down_bias_eD: torch.Tensor | None
+    gate_up_a: torch.Tensor | None
+    gate_up_b: torch.Tensor | None
+    down_a: torch.Tensor | None
+    down_b: torch.Tensor | None
+    scale: float
+
+    @property
+    def hidden(self) -> int:
+        return self.down_eDF.shape[2]
+
+    def halves(self) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Return, for gate and for up, its columns and its adapter's A `[e, r, D]` and B."""
+        if self.gate_up_a is None or self.gate_up_b is None:
+            return []
+        a, b, size = self.gate_up_a, self.gate_up_b, self.hidden
+        last = a.shape[1] - 1
+        return [(slice(g * size, (g + 1) * size), a[:, min(g, last)], b[:, g]) for g in (0, 1)]
+
+
+def _pre_activation(
+    block: Block, x_nD: torch.Tensor, weights: _Weights, out_nN: torch.Tensor
+) -> torch.Tensor:
+    """Return gate and up projections `[n, 2F]`, in `out_nN` where the block works in place."""
+    out_nN = block.nt(x_nD, weights.gate_up_eND, out_nN)
+    for columns, a_erD, b_eFr in weights.halves():
+        low_nr = block.nt(x_nD, a_erD)
+        out_nN[:, columns].add_(block.nt(low_nr, b_eFr), alpha=weights.scale)
+    if weights.gate_up_bias_eN is not None:
+        out_nN.add_(block.each_row(weights.gate_up_bias_eN))
+    return out_nN
+
+
+def _chunks(rows: int, columns: int, device: torch.device) -> list[slice]:
+    size = max(CHUNK.get(device.type, CHUNK["cuda"]) // max(columns, 1), 1)
+    return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
+
+
+def _activate(
+    gate_up_nN: torch.Tensor,
+    weight_n: torch.Tensor,
+    hidden_nF: torch.Tensor,
+    scratch: Scratch,
+    act: Activation,
+) -> None:
+    """Fill `hidden_nF` with weight times activation, worked out in fp32."""
+    rows, size = hidden_nF.shape
+    exact = torch.promote_types(gate_up_nN.dtype, torch.float32)
+    for chunk in _chunks(rows, size, hidden_nF.device):
+        gate, up, hidden = gate_up_nN[chunk, :size], gate_up_nN[chunk, size:], hidden_nF[chunk]
+        count = gate.shape[0]
+        if exact != gate_up_nN.dtype:
+            gate = scratch.get("gate", count, size, exact).copy_(gate)
+            up = scratch.get("up", count, size, exact).copy_(up)
+            hidden = scratch.get("hidden", count, size, exact)
+        act.forward_into(hidden, gate, up)
+        hidden.mul_(weight_n[chunk, None])
+        if exact != gate_up_nN.dtype:
+            hidden_nF[chunk].copy_(hidden)
+
+
+def _activate_backward(
+    grad_nF: torch.Tensor,
+    gate_up_nN: torch.Tensor,
+    weight_n: torch.Tensor,
+    hidden_nF: torch.Tensor,
+    d_gate_up_nN: torch.Tensor,
+    d_weight_n: torch.Tensor,
+    scratch: Scratch,
+    act: Activation,
+) -> None:
+    """Fill hidden, pre-activation gradients and weight gradients from `grad_nF` (overwritten)."""
+    rows, size = hidden_nF.shape
+    exact = torch.promote_types(gate_up_nN.dtype, torch.float32)
+    cast = exact != gate_up_nN.dtype
+    for chunk in _chunks(rows, size, hidden_nF.device):
+        tensors = {
+            "grad": grad_nF[chunk],
+            "gate": gate_up_nN[chunk, :size],
+            "up": gate_up_nN[chunk, size:],
+            "hidden": hidden_nF[chunk],
+            "d_gate": d_gate_up_nN[chunk, :size],
+            "d_up": d_gate_up_nN[chunk, size:],
+        }
+        work = dict(tensors)
+        if cast:
+            count = work["grad"].shape[0]
+            work = {name: scratch.get(name, count, size, exact) for name in tensors}
+            for name in ("grad", "gate", "up"):
+                work[name].copy_(tensors[name])
+        act.backward_into(
+            ActivationStep(
+                grad_NF=work["grad"],
+                gate_NF=work["gate"],
+                up_NF=work["up"],
+                weight_N1=weight_n[chunk, None],
+                hidden_NF=work["hidden"],
+                d_gate_NF=work["d_gate"],
+                d_up_NF=work["d_up"],
+                d_weight_N=d_weight_n[chunk],
+            )
+        )
+        if cast:
+            for name in ("hidden", "d_gate", "d_up"):
+                tensors[name].copy_(work[name])
+
+
+def _gather(x_RD: torch.Tensor, row_n: torch.Tensor, scratch: Scratch, name: str) -> torch.Tensor:
+    out = scratch.get(name, row_n.shape[0], x_RD.shape[1], x_RD.dtype)
+    return torch.index_select(x_RD, 0, row_n, out=out)
+
+
+def _forward_block(
+    block: Block,
+    rows_RD: torch.Tensor,
+    row_n: torch.Tensor,
+    weight_n: torch.Tensor,
+    weights: _Weights,
+    gate_up_nN: torch.Tensor,
+    scratch: Scratch,
+    act: Activation,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the block's pre-activations `[n, 2F]` and expert outputs `[n, D]`."""
+    dtype, count = rows_RD.dtype, row_n.shape[0]
+    x_nD = _gather(rows_RD, row_n, scratch, "x")
+    gate_up_nN = _pre_activation(block, x_nD, weights, gate_up_nN)
+    hidden_nF = scratch.get("down_in", count, weights.hidden, dtype)
+    _activate(gate_up_nN, weight_n, hidden_nF, scratch, act)
+    # x is not needed any more
+    y_nD = block.nt(hidden_nF, weights.down_eDF, x_nD)
+    if weights.down_a is not None and weights.down_b is not None:
+        low_nr = block.nt(hidden_nF, weights.down_a)
+        y_nD.add_(block.nt(low_nr, weights.down_b), alpha=weights.scale)
+    if weights.down_bias_eD is not None:
+        y_nD = y_nD + weight_n[:, None] * block.each_row(weights.down_bias_eD)
+    return gate_up_nN, y_nD
+
+
+class _Gradients:
+    """Buffers for the parameters' gradients; None where no gradient is wanted."""
+
+    def __init__(self, weights: _Weights, wanted: dict[str, bool]) -> None:
+        self.of: dict[str, torch.Tensor] = {}
+        for name, want in wanted.items():
+            value = getattr(weights, name)
+            if want and value is not None:
+                self.of[name] = workspace.empty(value.shape, value.dtype, value.device)
+        # a shared A gets the sum of what gate and up owe it
+        if "gate_up_a" in self.of:
+            self.of["gate_up_a"].zero_()
+
+    def get(self, name: str, shape: torch.Size | None = None) -> torch.Tensor | None:
+        value = self.of.get(name)
+        return value if value is None or shape is None else value.view(shape)
+
+
+def _backward_down(
+    block: Block,
+    dy_nD: torch.Tensor,
+    weight_n: torch.Tensor,
+    gate_up_nN: torch.Tensor,
+    weights: _Weights,
+    grads: _Gradients,
+    d_weight_n: torch.Tensor,
+    scratch: Scratch,
+    act: Activation,
+) -> torch.Tensor:
+    """Return the pre-activations' gradient `[n, 2F]`, after the down projection's own gradients."""
+    count, dtype, size = dy_nD.shape[0], dy_nD.dtype, weights.hidden
+    d_hidden_nF = block.nn(
+        dy_nD, weights.down_eDF, scratch.get("d_hidden", count, size, dtype)
+    )
+    low_grad_nr = None
+    if weights.down_a is not None and weights.down_b is not None:
+        low_grad_nr = block.nn(dy_nD, weights.down_b).mul_(weights.scale)
+        d_hidden_nF.add_(block.nn(low_grad_nr, weights.down_a))
+    hidden_nF = scratch.get("down_in", count, size, dtype)
+    d_gate_up_nN = scratch.get("d_gate_up", count, 2 * size, dtype)
+    _activate_backward(
+        d_hidden_nF, gate_up_nN, weight_n, hidden_nF, d_gate_up_nN, d_weight_n, scratch, act
+    )
+    if "down_eDF" in grads.of:
+        block.tn(dy_nD, hidden_nF, grads.of["down_eDF"])
+    if low_grad_nr is not None and weights.down_a is not None:
+        if "down_a" in grads.of:
+            block.tn(low_grad_nr, hidden_nF, grads.of["down_a"])
+        if "down_b" in grads.of:
+            low_nr = block.nt(hidden_nF, weights.down_a).mul_(weights.scale)
+            block.tn(dy_nD, low_nr, grads.of["down_b"])
+    if weights.down_bias_eD is not None:
+        bias = block.each_row(weights.down_bias_eD)
+        d_weight_n.add_((dy_nD * bias).sum(dim=1, dtype=d_weight_n.dtype))
+        if "down_bias_eD" in grads.of:
+            block.column_sums(dy_nD, weight_n, grads.of["down_bias_eD"])
+    return d_gate_up_nN
+
+
+def _backward_gate_up(
+    block: Block,
+    x_nD: torch.Tensor,
+    d_gate_up_nN: torch.Tensor,
+    weights: _Weights,
+    grads: _Gradients,
+    scratch: Scratch,
+    want_rows: bool,
+) -> torch.Tensor | None:
+    """Return the gradient of the block's rows `[n, D]`, after the gate and up gradients."""
+    if "gate_up_eND" in grads.of:
+        block.tn(d_gate_up_nN, x_nD, grads.of["gate_up_eND"])
+    if "gate_up_bias_eN" in grads.of:
+        ones = torch.ones_like(d_gate_up_nN[:, 0])
+        block.column_sums(d_gate_up_nN, ones, grads.of["gate_up_bias_eN"])
+    dx_nD = None
+    if want_rows:
+        out = scratch.get("dx", x_nD.shape[0], x_nD.shape[1], x_nD.dtype)
+        dx_nD = block.nn(d_gate_up_nN, weights.gate_up_eND, out)
+    for half, (columns, a_erD, b_eFr) in enumerate(weights.halves()):
+        d_half_nF = d_gate_up_nN[:, columns]
+        low_grad_nr = block.nn(d_half_nF, b_eFr).mul_(weights.scale)
+        if dx_nD is not None:
+            dx_nD.add_(block.nn(low_grad_nr, a_erD))
+        if "gate_up_a" in grads.of:
+            d_a = grads.of["gate_up_a"][:, min(half, grads.of["gate_up_a"].shape[1] - 1)]
+            part = torch.zeros_like(d_a)
+            block.tn(low_grad_nr, x_nD, part)
+            d_a.add_(part)
+        if "gate_up_b" in grads.of:
+            low_nr = block.nt(x_nD, a_erD).mul_(weights.scale)
+            block.tn(d_half_nF, low_nr, grads.of["gate_up_b"][:, half])
+    return dx_nD
+
+
+class ExpertKernel(Function):
+    """`experts_forward` of the fast back ends; see `moe_tp.experts.grouped`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_RD: torch.Tensor,
+        weight_P: torch.Tensor,
+        gate_up_e2FD: torch.Tensor,
+        down_eDF: torch.Tensor,
+        gate_up_bias_e2F: torch.Tensor | None,
+        down_bias_eD: torch.Tensor | None,
+        gate_up_a: torch.Tensor | None,
+        gate_up_b: torch.Tensor | None,
+        down_a: torch.Tensor | None,
+        down_b: torch.Tensor | None,
+        pair_row_P: torch.Tensor,
+        counts_e: torch.Tensor,
+        options: Options,
+    ) -> torch.Tensor:
+        adapters = (gate_up_a, gate_up_b, down_a, down_b)
+        biases = (gate_up_bias_e2F, down_bias_eD)
+        weights = _weights(gate_up_e2FD, down_eDF, biases, adapters, options.scale)
+        num_pairs, dtype = pair_row_P.shape[0], rows_RD.dtype
+        blocks = make_blocks(counts_e, options.counts, num_pairs, grouped=options.grouped)
+        scratch = Scratch(blocks, rows_RD.device)
+        exact = torch.promote_types(dtype, torch.float32)
+        out_RD = torch.zeros(rows_RD.shape, dtype=exact, device=rows_RD.device)
+        keep = not options.recompute and any(ctx.needs_input_grad)
+        saved_PN = None
+        if keep and not options.grouped:
+            shape = (num_pairs, 2 * weights.hidden)
+            saved_PN = workspace.empty(shape, dtype, rows_RD.device)
+        for block in blocks:
+            pairs = slice(block.start, block.stop)
+            row_n = pair_row_P[pairs]
+            if block.valid_P1 is not None:
+                row_n = torch.where(block.valid_P1[:, 0], row_n, 0)
+            gate_up_nN = (
+                saved_PN[pairs]
+                if saved_PN is not None
+                else scratch.get("gate_up", row_n.shape[0], 2 * weights.hidden, dtype)
+            )
+            gate_up_nN, y_nD = _forward_block(
+                block, rows_RD, row_n, weight_P[pairs], weights, gate_up_nN, scratch,
+                options.activation,
+            )  # fmt: skip
+            out_RD = block.add_to_rows(out_RD, row_n, y_nD)
+            if keep and options.grouped:
+                saved_PN = gate_up_nN
+        ctx.options, ctx.blocks = options, blocks
+        ctx.save_for_backward(
+            rows_RD, weight_P, gate_up_e2FD, down_eDF, *biases, *adapters, pair_row_P, saved_PN
+        )
+        return out_RD
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows_RD, weight_P, gate_up, down, *rest = ctx.saved_tensors
+        biases, adapters, (pair_row_P, saved_PN) = rest[:2], rest[2:6], rest[6:]
+        options: Options = ctx.options
+        weights = _weights(gate_up, down, biases, adapters, options.scale)
+        wanted = dict(zip(_PARAMETERS, ctx.needs_input_grad[2:10], strict=True))
+        grads = _Gradients(weights, wanted)
+        scratch = Scratch(ctx.blocks, rows_RD.device)
+        dtype, exact = rows_RD.dtype, torch.promote_types(rows_RD.dtype, torch.float32)
+        # contiguous: a sum's gradient arrives with stride 0
+        dy_RD = grad_outputs[0].to(dtype).contiguous()
+        want_rows = ctx.needs_input_grad[0]
+        d_rows_RD = torch.zeros_like(rows_RD, dtype=exact) if want_rows else None
+        d_weight_P = torch.zeros(weight_P.shape, dtype=exact, device=weight_P.device)
+        for block in ctx.blocks:
+            pairs = slice(block.start, block.stop)
+            row_n, d_weight_n = pair_row_P[pairs], d_weight_P[pairs]
+            if block.valid_P1 is not None:
+                row_n = torch.where(block.valid_P1[:, 0], row_n, 0)
+            x_nD = _gather(rows_RD, row_n, scratch, "x")
+            dy_nD = _gather(dy_RD, row_n, scratch, "dy")
+            if saved_PN is None:
+                out = scratch.get("gate_up", row_n.shape[0], 2 * weights.hidden, dtype)
+                gate_up_nN = _pre_activation(block, x_nD, weights, out)
+            else:
+                gate_up_nN = saved_PN[pairs]
+            d_gate_up_nN = _backward_down(
+                block, dy_nD, weight_P[pairs], gate_up_nN, weights, grads, d_weight_n, scratch,
+                options.activation,
+            )  # fmt: skip
+            dx_nD = _backward_gate_up(
+                block, x_nD, d_gate_up_nN, weights, grads, scratch, want_rows
+            )
+            if d_rows_RD is not None and dx_nD is not None:
+                d_rows_RD = block.add_to_rows(d_rows_RD, row_n, dx_nD)
+            if block.valid_P1 is not None:
+                d_weight_P = torch.where(block.valid_P1[:, 0], d_weight_P, 0)
+        return (
+            None if d_rows_RD is None else d_rows_RD.to(dtype),
+            d_weight_P.to(weight_P.dtype) if ctx.needs_input_grad[1] else None,
+            grads.get("gate_up_eND", gate_up.shape),
+            grads.get("down_eDF"),
+            grads.get("gate_up_bias_eN", biases[0].shape if biases[0] is not None else None),
+            *(grads.get(name) for name in _PARAMETERS[3:]),
+            None,
+            None,
+            None,
+        )
+
+
+_PARAMETERS = (
+    "gate_up_eND",
+    "down_eDF",
+    "gate_up_bias_eN",
+    "down_bias_eD",
+    "gate_up_a",
+    "gate_up_b",
+    "down_a",
+    "down_b",
+)
+
+
+def _weights(
+    gate_up_e2FD: torch.Tensor,
+    down_eDF: torch.Tensor,
+    biases: Any,
+    adapters: Any,
+    scale: float,
+) -> _Weights:
+    gate_up_bias, down_bias = biases
+    return _Weights(
+        gate_up_eND=gate_up_e2FD.flatten(1, 2),
+        down_eDF=down_eDF,
+        gate_up_bias_eN=None if gate_up_bias is None else gate_up_bias.flatten(1, 2),
+        down_bias_eD=down_bias,
+        gate_up_a=adapters[0],
+        gate_up_b=adapters[1],
+        down_a=adapters[2],
+        down_b=adapters[3],
+        scale=scale,
+    )

@@ -1,0 +1,90 @@
+"""Buffers that are used again instead of being given back to the system.
+
+A large CPU tensor is fresh memory from the kernel every time, and touching it page by page costs
+more than a pass over it: on shape A of `benchmarks/` a tenth of the layer's time. So the large
+results of the expert kernels come from here. A buffer is free again when nothing but this list
+refers to its storage, which torch's reference count of storages tells; nobody has to hand anything
+back, and a tensor that lives on (a gradient, a saved activation) is simply not free. CUDA tensors
+pass through, since torch caches those itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+SMALLEST = 1 << 19  # bytes; below, malloc's own caching does
+LIMIT = 1 << 29  # bytes kept while free
+
+_lock = threading.Lock()
+_kept: list[torch.UntypedStorage] = []
+
+
+def _is_free(storage: torch.UntypedStorage) -> bool:
+    # one reference is the Python object in _kept
+    return bool(torch._C._storage_Use_Count(storage._cdata) == 1)  # type: ignore[attr-defined]
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return an uninitialised tensor, in memory that was used before if some is free.
+
+    Args:
+        shape: its sizes.
+        dtype: its type.
+        device: only CPU memory is kept here.
+    """
+    size = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < SMALLEST:
+        return torch.empty(shape, dtype=dtype, device=device)
+    with _lock:
+        best: torch.UntypedStorage | None = None
+        for storage in _kept:
+            fits = size <= storage.nbytes() <= 2 * size
+            if fits and (best is None or storage.nbytes() < best.nbytes()) and _is_free(storage):
+                best = storage
+        if best is None:
+            _trim(size)
+            best = torch.UntypedStorage(_rounded(size), device="cpu")
+            _kept.append(best)
+        return torch.empty(0, dtype=dtype).set_(best, 0, tuple(shape))
+
+
+def free_bytes() -> int:
+    """Return how many bytes are kept here while nobody uses them."""
+    with _lock:
+        return sum(storage.nbytes() for storage in _kept if _is_free(storage))
+
+
+def release() -> int:
+    """Return the bytes given back to the system: every free buffer is dropped."""
+    with _lock:
+        return _drop(0)
+
+
+def _rounded(size: int) -> int:
+    """Return `size` up to an eighth larger, so that unequal steps can share; unused pages are free."""
+    grain = 1 << max(size.bit_length() - 4, 0)
+    return -(-size // grain) * grain
+
+
+def _trim(wanted: int) -> None:
+    _drop(max(LIMIT - wanted, 0))
+
+
+def _drop(keep: int) -> int:
+    """Drop the oldest free buffers until at most `keep` bytes of them are left."""
+    free = sum(storage.nbytes() for storage in _kept if _is_free(storage))
+    dropped = 0
+    for storage in list(_kept):
+        if free - dropped <= keep:
+            break
+        if _is_free(storage):
+            dropped += storage.nbytes()
+            for place, other in enumerate(_kept):
+                if other is storage:
+                    del _kept[place]
+                    break
+    return dropped
