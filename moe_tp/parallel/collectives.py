@@ -21,6 +21,7 @@ the same bits.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -155,16 +156,32 @@ def raw_all_to_all(
 
     Collectives: all-to-all over `group`.
     """
+    return finish(start_all_to_all(x_RD, send_counts, recv_counts, group, phase=phase, op=op))
+
+
+def start_all_to_all(
+    x_RD: torch.Tensor,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    group: Group,
+    *,
+    phase: Phase = "forward",
+    op: str = "all_to_all",
+) -> torch.Tensor:
+    """Return the rows of `raw_all_to_all` while they are still on their way; see `finish`."""
     if group.size == 1:
         return x_RD
-    row = x_RD[:1].numel() if x_RD.shape[0] else x_RD.new_empty(1, *x_RD.shape[1:]).numel()
-    remote = sum(send_counts) - send_counts[group.rank]
-    _note(group, op, phase, remote * row * x_RD.element_size())
-    return _wait(
-        torch.ops._c10d_functional.all_to_all_single(
-            x_RD.contiguous(), list(recv_counts), list(send_counts), group.name
-        )
+    row = math.prod(x_RD.shape[1:]) * x_RD.element_size()
+    _note(group, op, phase, (sum(send_counts) - send_counts[group.rank]) * row)
+    out: torch.Tensor = torch.ops._c10d_functional.all_to_all_single(
+        x_RD.contiguous(), list(recv_counts), list(send_counts), group.name
     )
+    return out
+
+
+def finish(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that a `start_` function sent for, once it is there."""
+    return _wait(x)
 
 
 def exchange_counts(counts_PN: torch.Tensor, group: Group) -> torch.Tensor:
