@@ -184,8 +184,8 @@ class _Pool:
             answers = self._collect(workers, timeout)
         failures = {r: a for r, a in enumerate(answers) if isinstance(a, _Failure)}
         if failures:
-            if len(failures) < world_size:
-                self.kill()  # some ranks finished or hang: they may be out of step with the rest
+            if len(failures) < world_size or not all(f.trace for f in failures.values()):
+                self.kill()  # some ranks finished, died or hang, and would answer the next call
             self.busy = False
             raise _labelled(failures, world_size)
         self.busy = False

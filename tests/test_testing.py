@@ -134,3 +134,18 @@ def test_run_crash_kills_at_the_timeout() -> None:
 def test_a_world_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="world_size=0"):
         run_ranks(_sum, 0, 1)
+
+
+def _fails_beside_a_sleeper() -> None:
+    if dist.get_rank() == 0:
+        raise ConfigError("rank 0 gave up")
+    time.sleep(25)
+
+
+def test_a_failure_ends_the_others_at_once() -> None:
+    """F1."""
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match="rank 0 of 2: rank 0 gave up"):
+        run_ranks(_fails_beside_a_sleeper, 2)
+    assert time.monotonic() - start < 15
+    assert run_ranks(_sum, 2, 0)[1][0] == 1  # not the sleeper's late answer
