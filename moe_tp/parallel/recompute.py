@@ -1,0 +1,135 @@
+"""Activation recompute: what a block keeps, and that its second run repeats the first.
+
+| mode      | kept of a block                                                                     |
+|-----------|-------------------------------------------------------------------------------------|
+| none      | what autograd saves                                                                 |
+| selective | its input, routing, attention outputs, and the rows that the dispatcher's all-to-all |
+|           | brought; norms, projections, activations and expert hidden states are computed again |
+| full      | its input and routing                                                               |
+
+(Selective: after arXiv:2205.05198, section 5.) Decisions go through `keep`: the second run gets the
+value of the first, whatever rounding does. Losses and counters ask `recomputing`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from moe_tp.parallel.layout import Recompute
+
+T = TypeVar("T")
+
+
+class _Tape:
+    """Decisions of one run of a block, in the order in which they were taken."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.position = 0
+
+
+_recording: ContextVar[_Tape | None] = ContextVar("recording", default=None)
+_replaying: ContextVar[_Tape | None] = ContextVar("replaying", default=None)
+_pinned: ContextVar[bool] = ContextVar("pinned", default=False)
+
+
+def keep(decide: Callable[[], T]) -> T:
+    """Return `decide()`; in the second run of a recomputed block, what the first run returned.
+
+    Args:
+        decide: takes a decision that must not be taken twice, such as which experts a token
+            goes to; its result is kept and must not be differentiable.
+    """
+    replaying = _replaying.get()
+    if replaying is not None:
+        value: T = replaying.values[replaying.position]
+        replaying.position += 1
+        return value
+    value = decide()
+    recording = _recording.get()
+    if recording is not None:
+        recording.values.append(value)
+    return value
+
+
+def recomputing() -> bool:
+    """Return whether this is the second run of a recomputed block: count nothing again."""
+    return _replaying.get() is not None
+
+
+@contextlib.contextmanager
+def pinned() -> Iterator[None]:
+    """Keep the results of collectives started inside, under selective recompute."""
+    token = _pinned.set(True)
+    try:
+        yield
+    finally:
+        _pinned.reset(token)
+
+
+_ATTENTION = {
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+}
+_EXCHANGE = {
+    torch.ops._c10d_functional.all_to_all_single.default,
+    torch.ops._c10d_functional.wait_tensor.default,
+}
+
+
+def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if op in _ATTENTION or (op in _EXCHANGE and _pinned.get()):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextlib.contextmanager
+def _bound(variable: ContextVar[_Tape | None], tape: _Tape, *others: Any) -> Iterator[None]:
+    tape.position = 0
+    token = variable.set(tape)
+    try:
+        with contextlib.ExitStack() as stack:
+            for other in others:
+                stack.enter_context(other)
+            yield
+    finally:
+        variable.reset(token)
+
+
+def run_block(block: Callable[..., Any], mode: Recompute, *args: Any) -> Any:
+    """Return `block(*args)`, keeping of it what the mode says.
+
+    Args:
+        block: a function of tensors and constants.
+        mode: see the module docstring.
+
+    Collectives: the block's, and in backward again those that its second run needs.
+    """
+    if mode == "none" or not torch.is_grad_enabled():
+        return block(*args)
+
+    def contexts() -> tuple[Any, Any]:
+        tape = _Tape()
+        first: list[Any] = []
+        second: list[Any] = []
+        if mode == "selective":
+            save, load = create_selective_checkpoint_contexts(_policy)
+            first, second = [save], [load]
+        return _bound(_recording, tape, *first), _bound(_replaying, tape, *second)
+
+    return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
