@@ -188,7 +188,7 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[str, tuple[int, ..
     if attention.out_bias:
         shapes["o.bias"] = ("o_proj.bias", (dim,))
     if attention.sinks:
-        shapes["sinks"] = ("sinks", (heads,))
+        shapes["sinks.weight"] = ("sinks", (heads,))
     return {f"attention.{n}": (f"self_attn.{hub}", s) for n, (hub, s) in shapes.items()}
 
 

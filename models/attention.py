@@ -1,0 +1,446 @@
+"""Grouped-query attention with heads split over tp and the sequence gathered and scattered inside.
+
+Letters: B batch · S sequence · T owned tokens · N tokens of the tp group · D width · H query heads
+and G key and value heads of this rank · h head size · w value head size.
+
+The block hands in owned tokens `[T, D]`; one gather serves queries, keys and values; this rank's
+heads attend over whole sequences; the output product leaves each owner its summed rows. Key and
+value heads that do not divide over tp are whole on every rank, which then computes only the heads
+that its queries need: each copy's gradient is a part, and the parts are summed when gradients are
+settled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moe_tp.errors import ConfigError
+from moe_tp.models.config import ModelConfig
+from moe_tp.models.rope import Rotation, score_scale
+from moe_tp.parallel.collectives import accumulate_dtype, all_reduce, replicate
+from moe_tp.parallel.linear import RowParallelLinear, gather_linear
+from moe_tp.parallel.mesh import Mesh
+from moe_tp.parallel.parameter import ONES, ZEROS, Init, ParallelModule, ParamSpec
+from moe_tp.parallel.random import DropoutKey, dropout
+from moe_tp.parallel.sequence import RMSNorm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """What attention must know of the batch, alike on all ranks that share it.
+
+    Args:
+        batch, length: B and S.
+        rotation: of the positions.
+        mask_BSS: True where a query (row) may look at a key, `[B or 1, 1, S, S]`; None is causal
+            over whole rows.
+        dropout_key: identity of this layer's attention dropout with one id a query, B*S of them;
+            None outside training.
+    """
+
+    batch: int
+    length: int
+    rotation: Rotation
+    mask_BSS: torch.Tensor | None = None
+    dropout_key: DropoutKey | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShare:
+    """Which heads a rank computes.
+
+    Args:
+        queries: number of query heads.
+        first_kv, num_kv: key and value heads, a run.
+        kv_of_query: index into that run for each query head.
+        split_kv: key and value heads divide over tp; else they are whole on every rank.
+        counted_kv: for each of this rank's key heads, whether it speaks for it in sums over tp.
+    """
+
+    queries: int
+    first_kv: int
+    num_kv: int
+    kv_of_query: tuple[int, ...]
+    split_kv: bool
+    counted_kv: tuple[bool, ...]
+
+    @property
+    def regular(self) -> bool:
+        """Whether equal runs of query heads share a key head, as grouped kernels want it."""
+        if self.queries % self.num_kv:
+            return False
+        run = self.queries // self.num_kv
+        return self.kv_of_query == tuple(i // run for i in range(self.queries))
+
+
+def share_heads(num_heads: int, num_kv_heads: int, mesh: Mesh) -> HeadShare:
+    """Return the heads of this rank.
+
+    Raises:
+        ConfigError: query heads do not divide over tp.
+    """
+    tp, rank = mesh.size("tp"), mesh.coordinate("tp")
+    if num_heads % tp:
+        options = [d for d in range(1, num_heads + 1) if num_heads % d == 0]
+        raise ConfigError(
+            f"num_attention_heads={num_heads} does not split over tp={tp}; choose tp among {options}"
+        )
+    queries, group = num_heads // tp, num_heads // num_kv_heads
+    kv = [head // group for head in range(rank * queries, (rank + 1) * queries)]
+    run = range(kv[0], kv[-1] + 1)
+    return HeadShare(
+        queries=queries,
+        first_kv=run.start,
+        num_kv=len(run),
+        kv_of_query=tuple(g - run.start for g in kv),
+        split_kv=num_kv_heads % tp == 0,
+        counted_kv=tuple(g * group // queries == rank for g in run),
+    )
+
+
+class HeadLinear(ParallelModule):
+    """A projection to heads: split over tp, or whole on every rank and sliced in use.
+
+    Args:
+        dim: input width.
+        heads: heads over all ranks.
+        size: elements of a head.
+        mesh: the mesh.
+        dtype: parameter dtype.
+        bias: with a bias.
+        init: first values of the weight.
+        part: the heads (start, stop) this rank computes where the weight is whole on every rank;
+            None splits the heads over tp.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        size: int,
+        mesh: Mesh,
+        *,
+        dtype: torch.dtype,
+        bias: bool,
+        init: Init,
+        part: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(mesh)
+        self.rows = None if part is None else slice(part[0] * size, part[1] * size)
+        shards = {"tp": 0} if part is None else {}
+        whole = part is not None
+        spec = ParamSpec(shape=(heads * size, dim), shards=shards, partial=whole, init=init)
+        self.add_parameter("weight", spec, dtype)
+        if bias:
+            spec = ParamSpec(
+                shape=(heads * size,), shards=shards, partial=whole, init=ZEROS, role="bias"
+            )
+            self.add_parameter("bias", spec, dtype)
+
+    def weight_rows(self) -> torch.Tensor:
+        """Return the weight of this rank's heads."""
+        weight = self.local("weight")
+        return weight if self.rows is None else weight[self.rows]
+
+    def bias_rows(self) -> torch.Tensor | None:
+        """Return the bias of this rank's heads, or None without one."""
+        if "bias" not in self.specs:
+            return None
+        bias = self.local("bias")
+        return bias if self.rows is None else bias[self.rows]
+
+
+class FullWidthNorm(ParallelModule):
+    """RMSNorm over all heads at once (OLMoE, arXiv:2409.02060), which needs a sum over tp.
+
+    Args:
+        heads: heads over all ranks.
+        size: elements of a head.
+        eps: added to the mean square.
+        mesh: the mesh.
+        dtype: parameter dtype; never below fp32.
+        share: this rank's heads; None where the norm's heads are the query heads.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        size: int,
+        eps: float,
+        mesh: Mesh,
+        *,
+        dtype: torch.dtype,
+        share: HeadShare | None = None,
+    ) -> None:
+        super().__init__(mesh)
+        self.eps, self.width, self.size = eps, heads * size, size
+        split = share is None or share.split_kv
+        self.rows: slice | None = None
+        self.counted: tuple[bool, ...] | None = None
+        if share is not None and not split:
+            self.rows = slice(share.first_kv * size, (share.first_kv + share.num_kv) * size)
+            self.counted = share.counted_kv
+        spec = ParamSpec(
+            shape=(self.width,),
+            shards={"tp": 0} if split else {},
+            partial=True,
+            init=ONES,
+            role="norm",
+            keep_fp32=True,
+        )
+        self.add_parameter("weight", spec, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normed heads, in their dtype.
+
+        Args:
+            x: `[B, S, heads of this rank, size]`.
+
+        Collectives: all-reduce over tp of one number a token, and again in backward.
+        """
+        group = self.mesh.group("tp")
+        weight = self.local("weight")
+        weight = weight if self.rows is None else weight[self.rows]
+        wide = x.to(accumulate_dtype(x.dtype))
+        mine = wide
+        if self.counted is not None:
+            mine = wide[:, :, [i for i, counted in enumerate(self.counted) if counted]]
+        square = mine.square().sum((-2, -1), keepdim=True)
+        # Each rank's heads feed the sum, and the sum feeds each rank's heads.
+        total = replicate(all_reduce(square, group), group)
+        scale = torch.rsqrt(total / self.width + self.eps)
+        return (wide * scale * weight.view(-1, self.size)).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of one layer (arXiv:2305.13245).
+
+    Args:
+        config: the model.
+        mesh: the mesh.
+        dtype: parameter dtype.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        a = self.config = config.attention
+        self.mesh = mesh
+        self.share = share_heads(a.num_heads, a.num_kv_heads, mesh)
+        self.scale = score_scale(a, config.rope)
+        init, share = Init(value=config.init_std), self.share
+        part = None if share.split_kv else (share.first_kv, share.first_kv + share.num_kv)
+
+        def heads(count: int, part: tuple[int, int] | None) -> HeadLinear:
+            return HeadLinear(
+                config.dim,
+                count,
+                a.head_dim,
+                mesh,
+                dtype=dtype,
+                bias=a.qkv_bias,
+                init=init,
+                part=part,
+            )
+
+        self.q = heads(a.num_heads, None)
+        self.k = heads(a.num_kv_heads, part)
+        self.v = heads(a.num_kv_heads, part)
+        self.o = RowParallelLinear(
+            a.num_heads * a.head_dim, config.dim, mesh, dtype=dtype, bias=a.out_bias, init=init
+        )
+        if a.qk_norm == "head":
+            self.q_norm: nn.Module = RMSNorm(a.head_dim, config.norm_eps, mesh, dtype=dtype)
+            self.k_norm: nn.Module = RMSNorm(a.head_dim, config.norm_eps, mesh, dtype=dtype)
+        elif a.qk_norm == "full":
+            eps = config.norm_eps
+            self.q_norm = FullWidthNorm(a.num_heads, a.head_dim, eps, mesh, dtype=dtype)
+            self.k_norm = FullWidthNorm(
+                a.num_kv_heads, a.head_dim, eps, mesh, dtype=dtype, share=share
+            )
+        self.sinks = Sinks(a.num_heads, mesh, dtype=dtype, init=init) if a.sinks else None
+
+    def forward(self, x_TD: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+        """Return `[T, D]`, what attention adds to the residual.
+
+        Args:
+            x_TD: owned tokens after the norm.
+            sequences: the batch.
+
+        Collectives: gather of x over tp, reduce-scatter of the output over tp, and their duals;
+            with full-width norms an all-reduce of one number a token for each.
+        """
+        q, k, v = self.project(x_TD, sequences)
+        out_BSHw = attend(
+            sequences.rotation(q),
+            sequences.rotation(k),
+            v,
+            scale=self.scale,
+            sequences=sequences,
+            share=self.share,
+            sinks_H=None if self.sinks is None else self.sinks.logits(),
+            drop=self.config.dropout if self.training else 0.0,
+            first_head=self.mesh.coordinate("tp") * self.share.queries,
+        )
+        rows = x_TD.shape[0] * self.mesh.size("tp")
+        out: torch.Tensor = self.o(pad_rows(out_BSHw.flatten(0, 1).flatten(1), rows))
+        return out
+
+    def project(
+        self, x_TD: torch.Tensor, sequences: Sequences
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return this rank's queries, keys and values `[B, S, heads, h]`, not yet rotated."""
+        parts = (self.q, self.k, self.v)
+        flat = gather_linear(
+            x_TD,
+            [p.weight_rows() for p in parts],
+            [p.bias_rows() for p in parts],
+            self.mesh.group("tp"),
+        )
+        tokens = sequences.batch * sequences.length
+        shape = (sequences.batch, sequences.length, -1, self.config.head_dim)
+        # -1 cannot be told from a shape with no tokens.
+        counts = (self.share.queries, self.share.num_kv, self.share.num_kv)
+        q, k, v = (
+            y[:tokens].view(shape[0], shape[1], n, shape[3]) for y, n in zip(flat, counts)
+        )
+        if self.config.qk_norm != "none":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.config.clip_qkv is not None:
+            bound = self.config.clip_qkv
+            q, k, v = (y.clamp(-bound, bound) for y in (q, k, v))
+        return q, k, v
+
+
+class Sinks(ParallelModule):
+    """One learned logit for each query head, split over tp (arXiv:2309.17453; GPT-OSS)."""
+
+    def __init__(self, heads: int, mesh: Mesh, *, dtype: torch.dtype, init: Init) -> None:
+        super().__init__(mesh)
+        spec = ParamSpec(shape=(heads,), shards={"tp": 0}, init=init, role="bias")
+        self.add_parameter("weight", spec, dtype)
+
+    def logits(self) -> torch.Tensor:
+        """Return the logits of this rank's heads."""
+        return self.local("weight")
+
+
+def pad_rows(x_ND: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return `x_ND` with zero rows at its end up to `rows`."""
+    missing = rows - x_ND.shape[0]
+    return F.pad(x_ND, (0, 0, 0, missing)) if missing else x_ND
+
+
+def attend(
+    q_BSHh: torch.Tensor,
+    k_BSGh: torch.Tensor,
+    v_BSGw: torch.Tensor,
+    *,
+    scale: float,
+    sequences: Sequences,
+    share: HeadShare | None = None,
+    sinks_H: torch.Tensor | None = None,
+    drop: float = 0.0,
+    first_head: int = 0,
+) -> torch.Tensor:
+    """Return `[B, S, H, w]`, each query's weighted sum of values.
+
+    Args:
+        q_BSHh, k_BSGh, v_BSGw: this rank's heads.
+        scale: factor on the scores.
+        sequences: the batch with its mask.
+        share: which key head each query head reads; None where there is one for each.
+        sinks_H: logits that join the softmax and take no value.
+        drop: probability of dropping an attention weight.
+        first_head: global number of this rank's first query head, for the dropout mask.
+
+    Collectives: none.
+    """
+    if share is not None and not share.regular:
+        index = torch.tensor(share.kv_of_query, device=q_BSHh.device)
+        k_BSGh, v_BSGw = k_BSGh.index_select(2, index), v_BSGw.index_select(2, index)
+    q, k, v = (y.transpose(1, 2) for y in (q_BSHh, k_BSGh, v_BSGw))
+    mask = sequences.mask_BSS
+    if q.numel() == 0 or drop > 0.0:
+        key = sequences.dropout_key if drop > 0.0 else None
+        out = _attend_plainly(q, k, v, scale, mask, sinks_H, drop, key, first_head)
+        return out.transpose(1, 2)
+    value_dim, shifted = v.shape[-1], False
+    if sinks_H is not None:
+        shifted = mask is None
+        q, k, v, mask = _with_sink(q, k, v, mask, sinks_H, scale)
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    if shifted:
+        out = out[:, :, 1:]
+    return out[..., :value_dim].transpose(1, 2)
+
+
+def _with_sink(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks_H: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return operands with one more key before the others, whose score is the sink's logit.
+
+    The logit rides on an added element of each query against a 1 in the added key, so fused kernels
+    and their gradients serve; without a mask an added query keeps causal order.
+    """
+    extra = 8  # one element is needed; kernels want widths that divide by 8
+    batch, heads, length, _ = q.shape
+    column = (sinks_H.to(q.dtype) / scale).view(1, heads, 1, 1).expand(batch, heads, length, 1)
+    q = torch.cat([q, F.pad(column, (0, extra - 1))], dim=-1)
+    k, v = F.pad(k, (0, extra)), F.pad(v, (0, k.shape[-1] + extra - v.shape[-1]))
+    first = torch.zeros_like(k[:, :, :1])
+    first[..., -extra] = 1.0
+    k = torch.cat([first, k], dim=2)
+    v = F.pad(v, (0, 0, 1, 0))
+    if mask is None:
+        return F.pad(q, (0, 0, 1, 0)), k, v, None
+    return q, k, v, F.pad(mask, (1, 0), value=True)
+
+
+def _attend_plainly(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    sinks_H: torch.Tensor | None,
+    drop: float,
+    key: DropoutKey | None,
+    first_head: int,
+) -> torch.Tensor:
+    """Return attention from whole score matrices: for empty batches and for exact dropout."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = (q @ k.transpose(-1, -2)).to(accumulate_dtype(q.dtype)) * scale
+    batch, heads, length, _ = scores.shape
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks_H is not None:
+        sink = sinks_H.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, length, 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    if key is not None:
+        head = torch.arange(first_head, first_head + heads, device=q.device)
+        features = (head[:, None] * 2**32 + torch.arange(length, device=q.device)).flatten()
+        flat = weights.transpose(1, 2).reshape(batch * length, heads * length)
+        flat = dropout(flat, drop, key, features=features)
+        weights = flat.view(batch, length, heads, length).transpose(1, 2)
+    return weights.to(v.dtype) @ v

@@ -1,0 +1,145 @@
+"""One decoder layer: attention and experts (or a dense MLP), each behind a norm and on the residual.
+
+Letters: T owned tokens · D width · F hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moe_tp.experts.moe import MoE, MoEAux
+from moe_tp.models.attention import Attention
+from moe_tp.models.config import ModelConfig
+from moe_tp.models.mla import LatentAttention
+from moe_tp.models.tokens import Tokens
+from moe_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear, gather_linear
+from moe_tp.parallel.mesh import Mesh
+from moe_tp.parallel.parameter import Init
+from moe_tp.parallel.random import DropoutKey, dropout
+from moe_tp.parallel.sequence import RMSNorm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What every layer of one call shares.
+
+    Args:
+        tokens: the batch.
+        seed, step: of the dropout masks.
+    """
+
+    tokens: Tokens
+    seed: int
+    step: int
+
+    def key(self, layer: int, site: str, token_ids: torch.Tensor) -> DropoutKey:
+        """Return the identity of one dropout site of one layer."""
+        return DropoutKey(
+            seed=self.seed, step=self.step, layer=layer, site=site, token_ids_T=token_ids
+        )
+
+
+class DenseMLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202) with its hidden size split over tp.
+
+    Args:
+        dim: width.
+        hidden: hidden size over all ranks.
+        mesh: the mesh.
+        dtype: parameter dtype.
+        init: first values.
+    """
+
+    def __init__(
+        self, dim: int, hidden: int, mesh: Mesh, *, dtype: torch.dtype, init: Init
+    ) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.gate = ColumnParallelLinear(dim, hidden, mesh, dtype=dtype, init=init)
+        self.up = ColumnParallelLinear(dim, hidden, mesh, dtype=dtype, init=init)
+        self.down = RowParallelLinear(hidden, dim, mesh, dtype=dtype, init=init)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Return `[T, D]` for owned tokens.
+
+        Collectives: gather over tp, reduce-scatter over tp, and their duals.
+        """
+        weights = [self.gate.local("weight"), self.up.local("weight")]
+        gate_NF, up_NF = gather_linear(x_TD, weights, [None, None], self.mesh.group("tp"))
+        y_TD: torch.Tensor = self.down(F.silu(gate_NF) * up_NF)
+        return y_TD
+
+
+class Block(nn.Module):
+    """Decoder layer number `layer` of a model.
+
+    Args:
+        config: the model.
+        layer: global number of the layer.
+        mesh: the mesh.
+        dtype: parameter dtype.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layer: int, mesh: Mesh, *, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        eps, init = config.norm_eps, Init(value=config.init_std)
+        self.attention_norm = RMSNorm(config.dim, eps, mesh, dtype=dtype)
+        latent = config.attention.mla is not None
+        self.attention = (LatentAttention if latent else Attention)(config, mesh, dtype=dtype)
+        self.mlp_norm = RMSNorm(config.dim, eps, mesh, dtype=dtype)
+        if config.is_dense(layer):
+            self.mlp = DenseMLP(config.dim, config.dense_dim, mesh, dtype=dtype, init=init)
+        else:
+            self.moe = make_moe(config, layer, mesh, dtype=dtype)
+
+    def forward(self, x_TD: torch.Tensor, call: Call) -> tuple[torch.Tensor, MoEAux | None]:
+        """Return the residual stream after the layer, and what its router has to say.
+
+        Args:
+            x_TD: owned tokens.
+            call: what layers share.
+
+        Collectives: those of attention and of the experts or the MLP.
+        """
+        tokens, config = call.tokens, self.config
+        key = None
+        if self.training and config.attention.dropout:
+            key = call.key(self.layer, "attention_weights", tokens.token_ids_BS.flatten())
+        sequences = tokens.sequences(config.window(self.layer), key)
+        y_TD = self.attention(self.attention_norm(x_TD), sequences)
+        x_TD = self._join(x_TD, y_TD, "attention", call)
+        y_TD, aux = self._feed_forward(self.mlp_norm(x_TD), call)
+        return self._join(x_TD, y_TD, "mlp", call), aux
+
+    def _feed_forward(
+        self, x_TD: torch.Tensor, call: Call
+    ) -> tuple[torch.Tensor, MoEAux | None]:
+        if self.config.is_dense(self.layer):
+            return self.mlp(x_TD), None
+        tokens = call.tokens
+        y_TD, aux = self.moe(x_TD, mask=tokens.mask_T, token_ids=tokens.ids_T)
+        return y_TD, aux
+
+    def _join(
+        self, x_TD: torch.Tensor, y_TD: torch.Tensor, site: str, call: Call
+    ) -> torch.Tensor:
+        """Return the residual with what a sub-layer adds to it."""
+        config = self.config
+        if self.training and config.residual_dropout:
+            key = call.key(self.layer, site, call.tokens.token_ids_T)
+            y_TD = dropout(y_TD, config.residual_dropout, key)
+        scale = config.residual_scale
+        return x_TD + (y_TD if scale == 1.0 else y_TD * scale)
+
+
+def make_moe(config: ModelConfig, layer: int, mesh: Mesh, *, dtype: torch.dtype) -> MoE:
+    """Return the experts of one layer."""
+    moe = config.moe
+    return MoE(config.dim, moe.expert_dim, moe.router, mesh)

@@ -1,0 +1,400 @@
+"""The causal language model: embedding, layers, head and loss over owned tokens.
+
+Letters: B batch · S sequence · N tokens of a (cp, tp) group · T owned tokens · D width · V
+vocabulary · L layers · E experts.
+
+A call walks through four steps, each a method, so that a pipeline stage can take some of them:
+`open` (ids to tokens), `embed_tokens`, `run_layers`, and `loss_sum` or `logits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_tp.errors import ConfigError, DataError
+from moe_tp.experts.moe import MoEAux
+from moe_tp.models.blocks import Block, Call
+from moe_tp.models.config import ModelConfig
+from moe_tp.models.families import rules_for
+from moe_tp.models.tokens import IGNORE, batch_problem, next_token_targets, prepare
+from moe_tp.parallel.collectives import all_reduce, raw_all_reduce
+from moe_tp.parallel.mesh import Mesh
+from moe_tp.parallel.parameter import Init, ParallelModule, ParamSpec
+from moe_tp.parallel.sequence import RMSNorm
+from moe_tp.parallel.vocab import VocabParallelEmbedding, vocab_cross_entropy, vocab_logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aux:
+    """What the routers of a call have to say.
+
+    Args:
+        loss: sum over layers of the weighted balance and z losses, its global value on every rank.
+        counts_LE: tokens of each layer and expert over all ranks; zeros in dense layers.
+    """
+
+    loss: torch.Tensor
+    counts_LE: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What a call returns.
+
+    Args:
+        loss: cross entropy, its global value on every rank; None without labels.
+        aux: balance losses and load.
+        logits: `[B, S, V]` on every rank of the group that shares the batch, where asked for.
+    """
+
+    loss: torch.Tensor | None
+    aux: Aux
+    logits: torch.Tensor | None = None
+
+
+class Head(ParallelModule):
+    """The output projection, its rows split over tp; with tied embeddings their very parameter.
+
+    Args:
+        vocab_size: number of tokens.
+        dim: width.
+        mesh: the mesh.
+        dtype: parameter dtype.
+        init: first values.
+        tied: the embedding whose weight it shares.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        mesh: Mesh,
+        *,
+        dtype: torch.dtype,
+        init: Init,
+        tied: VocabParallelEmbedding | None = None,
+    ) -> None:
+        super().__init__(mesh)
+        if tied is None:
+            spec = ParamSpec(
+                shape=(vocab_size, dim), shards={"tp": 0}, pad=True, init=init, role="weight"
+            )
+            self.add_parameter("weight", spec, dtype)
+        else:
+            self.specs["weight"] = tied.specs["weight"]
+            self.register_parameter("weight", tied.weight)
+        self.vocab_size = vocab_size
+
+    def forward(
+        self, x_TD: torch.Tensor, targets_N: torch.Tensor | None, logit_scale: float
+    ) -> torch.Tensor:
+        """Return the summed loss of owned tokens, or without targets full logits `[N, V]`.
+
+        Args:
+            x_TD: owned tokens after the last norm.
+            targets_N: targets of all tokens of the tp group.
+            logit_scale: factor on the logits.
+
+        Collectives: those of `vocab_cross_entropy` or `vocab_logits` over tp.
+        """
+        weight, group = self.local("weight"), self.mesh.group("tp")
+        if targets_N is None:
+            return vocab_logits(
+                x_TD, weight, group, vocab_size=self.vocab_size, logit_scale=logit_scale
+            )
+        return vocab_cross_entropy(
+            x_TD,
+            weight,
+            targets_N,
+            group,
+            vocab_size=self.vocab_size,
+            chunk_tokens=self.mesh.runtime.loss_chunk,
+            logit_scale=logit_scale,
+        )
+
+
+class Decoder(nn.Module):
+    """A decoder-only MoE language model on a mesh.
+
+    Args:
+        config: the model.
+        mesh: the mesh.
+        dtype: parameter dtype.
+        layers: the layers it holds; None for all.
+        with_embedding, with_head: whether it holds the first and the last step.
+
+    Attributes:
+        seed: of dropout masks.
+        source: the folder it was read from, or None.
+        name_rules: how its parameters lie in a hub folder.
+
+    Raises:
+        ConfigError: the layout does not fit the model.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        *,
+        dtype: torch.dtype = torch.float32,
+        layers: Sequence[int] | None = None,
+        with_embedding: bool = True,
+        with_head: bool = True,
+    ) -> None:
+        super().__init__()
+        _check_layout(mesh)
+        self.config, self.mesh, self.seed = config, mesh, 0
+        self.source: Path | None = None
+        self.name_rules = rules_for(config)
+        init = Init(value=config.init_std)
+        self.embed: VocabParallelEmbedding | None = None
+        self.norm: RMSNorm | None = None
+        self.head: Head | None = None
+        if with_embedding or (with_head and config.tie_embeddings):
+            self.embed = VocabParallelEmbedding(
+                config.vocab_size, config.dim, mesh, dtype=dtype, init=init
+            )
+        numbers = range(config.num_layers) if layers is None else layers
+        self.layers = nn.ModuleDict({str(i): Block(config, i, mesh, dtype=dtype) for i in numbers})
+        if with_head:
+            self.norm = RMSNorm(config.dim, config.norm_eps, mesh, dtype=dtype)
+            self.head = Head(
+                config.vocab_size,
+                config.dim,
+                mesh,
+                dtype=dtype,
+                init=init,
+                tied=self.embed if config.tie_embeddings else None,
+            )
+
+    @property
+    def hub_config(self) -> dict[str, Any]:
+        """The `config.json` of this model."""
+        return self.config.to_hub()
+
+    @property
+    def blocks(self) -> Iterator[Block]:
+        """The layers it holds, in order."""
+        for block in self.layers.values():
+            assert isinstance(block, Block)
+            yield block
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """Dtype of the residual stream."""
+        dtype = self.mesh.runtime.compute_dtype
+        return next(self.parameters()).dtype if dtype is None else dtype
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Cast or move, keeping a tied head the embedding's very parameter."""
+        result = super()._apply(fn, recurse)
+        if self.config.tie_embeddings and self.head is not None and self.embed is not None:
+            self.head._parameters["weight"] = self.embed._parameters["weight"]
+        return result
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        *,
+        target_tokens: int | torch.Tensor | None = None,
+        step: int = 0,
+        sample_offset: int = 0,
+        return_logits: bool | None = None,
+    ) -> Output:
+        """Return loss, router losses and logits of one batch; collective.
+
+        Ranks that share a batch (same dp) pass the same tensors; dp ranks pass their own, of any
+        shape, also with no tokens.
+
+        Args:
+            input_ids: `[B, S]`.
+            labels: hub-style, same shape, shifted inside; -100 is ignored.
+            attention_mask: `[B, S]`, true where a token is real.
+            position_ids: `[B, S]`; where they do not go on by one a new document begins.
+            target_tokens: what the loss is divided by; None: the targets of this call on all ranks.
+            step, sample_offset: seed dropout; the offset is the number of the first row in the
+                global batch.
+            return_logits: None: where there are no labels.
+
+        Raises:
+            DataError: the batch cannot be used (checked before anything is sent).
+
+        Collectives: with labels and no `target_tokens` an all-reduce of two integers over dp; those
+            of the layers; the loss over the stage.
+        """
+        problem = batch_problem(
+            self.config.vocab_size, input_ids, labels, attention_mask, position_ids
+        )
+        if labels is not None and target_tokens is None:
+            batch = None if problem else (labels, attention_mask, position_ids)
+            target_tokens = count_agreed([batch], problem, self.mesh)
+        if problem is not None:
+            raise DataError(problem)
+        call = self.open(
+            input_ids,
+            labels,
+            attention_mask,
+            position_ids,
+            step=step,
+            sample_offset=sample_offset,
+        )
+        x_TD, layer_aux = self.run_layers(self.embed_tokens(call), call)
+        x_TD = self.final_norm(x_TD)
+        loss = None
+        if target_tokens is not None and labels is not None:
+            loss = self.loss(x_TD, call, target_tokens)
+        wanted = labels is None if return_logits is None else return_logits
+        logits = self.logits(x_TD, call) if wanted else None
+        return Output(loss=loss, aux=self.gather_aux(layer_aux), logits=logits)
+
+    def open(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        *,
+        step: int = 0,
+        sample_offset: int = 0,
+    ) -> Call:
+        """Return what the layers of one call share, from checked tensors; see `forward`."""
+        tokens = prepare(
+            self.config,
+            self.mesh,
+            self.activation_dtype,
+            input_ids,
+            labels,
+            attention_mask,
+            position_ids,
+            sample_offset,
+        )
+        return Call(tokens=tokens, seed=self.seed, step=step)
+
+    def embed_tokens(self, call: Call) -> torch.Tensor:
+        """Return `[T, D]`, the embeddings of owned tokens.
+
+        Collectives: reduce-scatter over tp; backward all-gather.
+        """
+        assert self.embed is not None
+        x_TD: torch.Tensor = self.embed(call.tokens.ids_N)
+        scale = self.config.embedding_scale
+        return x_TD if scale == 1.0 else x_TD * scale
+
+    def run_layers(
+        self, x_TD: torch.Tensor, call: Call
+    ) -> tuple[torch.Tensor, dict[int, MoEAux]]:
+        """Return the residual stream after this model's layers, and each router's word by layer."""
+        result: dict[int, MoEAux] = {}
+        again = self.mesh.runtime.recompute == "full" and torch.is_grad_enabled()
+        for block in self.blocks:
+            if again:
+                x_TD, aux = checkpoint(
+                    block, x_TD, call, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x_TD, aux = block(x_TD, call)
+            if aux is not None:
+                result[block.layer] = aux
+        return x_TD, result
+
+    def final_norm(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Return owned tokens after the last norm."""
+        assert self.norm is not None
+        normed: torch.Tensor = self.norm(x_TD)
+        return normed
+
+    def loss(
+        self, x_TD: torch.Tensor, call: Call, target_tokens: int | torch.Tensor
+    ) -> torch.Tensor:
+        """Return the global cross entropy, 0 without targets; each rank's gradient is its part.
+
+        Args:
+            x_TD: owned tokens after the last norm.
+            call: with targets.
+            target_tokens: the divisor.
+
+        Collectives: those of the vocabulary-parallel loss over tp; all-reduce over the stage.
+        """
+        assert self.head is not None
+        assert call.tokens.targets_N is not None
+        total: torch.Tensor = self.head(x_TD, call.tokens.targets_N, self.config.logit_scale)
+        if isinstance(target_tokens, torch.Tensor):
+            part = total / target_tokens.to(total.device).clamp_min(1)
+        else:
+            part = total / max(target_tokens, 1)
+        return all_reduce(part, self.mesh.group("stage"))
+
+    def logits(self, x_TD: torch.Tensor, call: Call) -> torch.Tensor:
+        """Return `[B, S, V]` on every rank that shares the batch.
+
+        Collectives: all-gathers of x and of the logits over tp.
+        """
+        assert self.head is not None
+        tokens = call.tokens
+        logits_NV: torch.Tensor = self.head(x_TD, None, self.config.logit_scale)
+        return logits_NV[: tokens.batch * tokens.length].view(tokens.batch, tokens.length, -1)
+
+    def gather_aux(self, layer_aux: dict[int, MoEAux]) -> Aux:
+        """Return the routers' losses summed over layers and the load of each layer."""
+        device = self.mesh.device
+        experts = self.config.moe.router.num_experts
+        counts = torch.zeros(self.config.num_layers, experts, dtype=torch.int64, device=device)
+        loss = torch.zeros((), device=device)
+        for layer, aux in layer_aux.items():
+            counts[layer] = aux.counts_E.detach()
+            loss = loss + aux.loss
+        return Aux(loss=loss, counts_LE=counts)
+
+
+TargetBatch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def count_agreed(
+    batches: Sequence[TargetBatch | None], problem: str | None, mesh: Mesh
+) -> torch.Tensor:
+    """Return the targets of all batches on all dp ranks, or raise on every rank if one is bad.
+
+    Args:
+        batches: labels, attention mask and positions of each; None for a bad or empty one.
+        problem: what is wrong with this rank's batches, or None.
+        mesh: the mesh.
+
+    Raises:
+        DataError: this rank's problem, or that another rank has one.
+
+    Collectives: all-reduce of two integers over dp.
+    """
+    count = sum(
+        (next_token_targets(*batch) != IGNORE).sum() for batch in batches if batch is not None
+    )
+    both = torch.tensor([int(count), int(problem is not None)], device=mesh.device)
+    both = raw_all_reduce(both, mesh.group("dp"))
+    if problem is not None:
+        raise DataError(problem)
+    if mesh.size("dp") > 1 and int(both[1]):
+        raise DataError(
+            f"{int(both[1])} other data-parallel ranks were given a batch that cannot be used; "
+            f"their own messages say why"
+        )
+    return both[0]
+
+
+def _check_layout(mesh: Mesh) -> None:
+    layout = mesh.layout
+    for axis in ("cp", "pp"):
+        if getattr(layout, axis) > 1:
+            raise ConfigError(
+                f"{axis}={getattr(layout, axis)} is not supported by the model yet; choose {axis}=1 "
+                f"and spread the ranks over dp, tp, ep and etp"
+            )

@@ -1,0 +1,107 @@
+"""Multi-head latent attention (arXiv:2405.04434, section 2.1) with heads split over tp.
+
+Letters: B batch · S sequence · T owned tokens · H heads of this rank · h head size.
+
+The projections to latents and their norms run on owned tokens; what travels over tp are the
+latents (512 elements a token instead of the width), from which each rank expands its own heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from moe_tp.models.attention import HeadLinear, Sequences, attend, pad_rows, share_heads
+from moe_tp.models.config import ModelConfig
+from moe_tp.models.rope import score_scale
+from moe_tp.parallel.collectives import all_gather
+from moe_tp.parallel.linear import ReplicatedLinear, RowParallelLinear, gather_linear
+from moe_tp.parallel.mesh import Mesh
+from moe_tp.parallel.parameter import Init
+from moe_tp.parallel.sequence import RMSNorm
+
+# The latents' norms keep their own epsilon in every published model, whatever rms_norm_eps says.
+LATENT_EPS = 1e-6
+
+
+class LatentAttention(nn.Module):
+    """Latent attention of one layer.
+
+    Args:
+        config: the model.
+        mesh: the mesh.
+        dtype: parameter dtype.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        a = self.config = config.attention
+        assert a.mla is not None
+        mla = self.mla = a.mla
+        self.mesh = mesh
+        self.scale = score_scale(a, config.rope)
+        self.heads = share_heads(a.num_heads, a.num_heads, mesh).queries
+        init, dim = Init(value=config.init_std), config.dim
+        bias = a.qkv_bias
+
+        def heads(width: int, size: int) -> HeadLinear:
+            return HeadLinear(width, a.num_heads, size, mesh, dtype=dtype, bias=False, init=init)
+
+        def latent(width: int) -> ReplicatedLinear:
+            return ReplicatedLinear(dim, width, mesh, dtype=dtype, bias=bias, init=init)
+
+        if mla.q_rank is None:
+            self.q = heads(dim, mla.qk_dim)
+        else:
+            self.q_a = latent(mla.q_rank)
+            self.q_a_norm = RMSNorm(mla.q_rank, LATENT_EPS, mesh, dtype=dtype)
+            self.q_b = heads(mla.q_rank, mla.qk_dim)
+        self.kv_a = latent(mla.kv_rank + mla.rope_dim)
+        self.kv_a_norm = RMSNorm(mla.kv_rank, LATENT_EPS, mesh, dtype=dtype)
+        self.kv_b = heads(mla.kv_rank, mla.nope_dim + mla.value_dim)
+        self.o = RowParallelLinear(
+            a.num_heads * mla.value_dim, dim, mesh, dtype=dtype, bias=a.out_bias, init=init
+        )
+
+    def forward(self, x_TD: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+        """Return `[T, D]`, what attention adds to the residual.
+
+        Args:
+            x_TD: owned tokens after the norm.
+            sequences: the batch.
+
+        Collectives: gathers over tp of the query latent (of x without one), of the shared latent
+            and of the shared rotated key; reduce-scatter of the output over tp; and their duals.
+        """
+        mla, shape = self.mla, (sequences.batch, sequences.length)
+        q = self._expand(self.q_b, self.q_a_norm(self.q_a(x_TD)), shape) if (
+            mla.q_rank is not None
+        ) else self._expand(self.q, x_TD, shape)
+        latent, turned = self.kv_a(x_TD).split([mla.kv_rank, mla.rope_dim], dim=-1)
+        kv = self._expand(self.kv_b, self.kv_a_norm(latent), shape)
+        k_plain, v = kv.split([mla.nope_dim, mla.value_dim], dim=-1)
+        tokens = shape[0] * shape[1]
+        k_turned = all_gather(turned, self.mesh.group("tp"))[:tokens].view(*shape, 1, mla.rope_dim)
+        k_turned = sequences.rotation(k_turned).expand(-1, -1, self.heads, -1)
+        q_plain, q_turned = q.split([mla.nope_dim, mla.rope_dim], dim=-1)
+        out = attend(
+            torch.cat([q_plain, sequences.rotation(q_turned)], dim=-1),
+            torch.cat([k_plain, k_turned], dim=-1),
+            v,
+            scale=self.scale,
+            sequences=sequences,
+            drop=self.config.dropout if self.training else 0.0,
+            first_head=self.mesh.coordinate("tp") * self.heads,
+        )
+        rows = x_TD.shape[0] * self.mesh.size("tp")
+        result: torch.Tensor = self.o(pad_rows(out.flatten(0, 1).flatten(1), rows))
+        return result
+
+    def _expand(
+        self, linear: HeadLinear, x_TD: torch.Tensor, shape: tuple[int, int]
+    ) -> torch.Tensor:
+        """Return this rank's heads `[B, S, H, h]` of a gathered input."""
+        weight = linear.weight_rows()
+        (flat,) = gather_linear(x_TD, [weight], [None], self.mesh.group("tp"))
+        size = weight.shape[0] // self.heads
+        return flat[: shape[0] * shape[1]].view(*shape, self.heads, size)

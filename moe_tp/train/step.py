@@ -1,0 +1,182 @@
+"""One optimiser step's forward and backward passes, for every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_tp.errors import DataError
+from moe_tp.models.decoder import Aux, Decoder, count_agreed
+from moe_tp.models.tokens import IGNORE, batch_problem, next_token_targets
+from moe_tp.parallel.collectives import raw_all_gather
+from moe_tp.parallel.mesh import Mesh
+from moe_tp.parallel.zero import reshard, set_last_micro_batch
+
+MicroBatch = Mapping[str, Any]
+_TENSORS = ("input_ids", "labels", "attention_mask", "position_ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What the micro-batches of a step gave together; global values on every rank.
+
+    Args:
+        loss: cross entropy over all targets of the step; 0 without any.
+        aux: router losses averaged over micro-batches, load summed over them.
+        target_tokens: targets of the step on all ranks.
+        num_micro_batches: the largest number on any rank.
+        logits: for each of this rank's micro-batches, where asked for.
+    """
+
+    loss: torch.Tensor
+    aux: Aux
+    target_tokens: int
+    num_micro_batches: int
+    logits: tuple[torch.Tensor, ...] = ()
+
+
+def count_targets(batches: Sequence[MicroBatch], mesh: Mesh) -> int:
+    """Return the number of targets in the batches of all data-parallel ranks.
+
+    Args:
+        batches: this rank's micro-batches, as the model takes them.
+        mesh: the mesh.
+
+    Collectives: all-reduce of two integers over dp.
+    """
+    found = [
+        (batch["labels"], batch.get("attention_mask"), batch.get("position_ids"))
+        for batch in batches
+        if batch.get("labels") is not None
+    ]
+    return int(count_agreed(found, None, mesh))
+
+
+def forward_backward(
+    model: Decoder,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    step: int = 0,
+    backward: bool = True,
+    return_logits: bool = False,
+) -> StepOutput:
+    """Return loss and router losses of one optimiser step, with its gradients left to settle.
+
+    The loss is the sum over all targets of the step divided by their number, on whatever ranks and
+    in whatever micro-batches they lie. Router losses are those of each micro-batch over the union
+    of its ranks, averaged over the micro-batches.
+
+    Args:
+        model: the model.
+        micro_batches: this dp rank's, each the arguments of a call by name. Ranks with fewer take
+            part in the rest with empty ones. Without `sample_offset` rows are numbered dp rank by
+            dp rank.
+        step: seeds dropout.
+        backward: False computes values only, under no_grad.
+        return_logits: keep the logits of each micro-batch.
+
+    Raises:
+        DataError: a batch cannot be used; on every rank, before anything else is sent.
+
+    Collectives: all-gather of five integers over dp; those of the calls.
+    """
+    plan = _agree(model, micro_batches)
+    mesh = model.mesh
+    loss = torch.zeros((), device=mesh.device)
+    aux: Aux | None = None
+    logits: list[torch.Tensor] = []
+    offset = plan.first_sample
+    with torch.set_grad_enabled(backward):
+        for m in range(plan.num_micro_batches):
+            own = m < len(micro_batches)
+            batch = _arguments(micro_batches[m]) if own else _empty()
+            batch.setdefault("sample_offset", offset)
+            offset += batch["input_ids"].shape[0]
+            set_last_micro_batch(model, mesh, m == plan.num_micro_batches - 1)
+            out = model(
+                **batch,
+                target_tokens=plan.target_tokens,
+                step=step,
+                return_logits=return_logits,
+            )
+            share = out.aux.loss / plan.num_micro_batches
+            if backward:
+                (out.loss + share).backward()
+            loss = loss + out.loss.detach()
+            counts = out.aux.counts_LE
+            if aux is not None:
+                share, counts = share + aux.loss, counts + aux.counts_LE
+            aux = Aux(loss=share.detach(), counts_LE=counts)
+            if return_logits and own:
+                logits.append(out.logits.detach())
+    if not backward:
+        reshard(model)
+    return StepOutput(
+        loss=loss,
+        aux=aux or model.gather_aux({}),
+        target_tokens=plan.target_tokens,
+        num_micro_batches=plan.num_micro_batches,
+        logits=tuple(logits),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What all dp ranks know of the step: its targets, its length, where this rank's rows begin."""
+
+    target_tokens: int
+    num_micro_batches: int
+    first_sample: int
+
+
+def _agree(model: Decoder, micro_batches: Sequence[MicroBatch]) -> _Plan:
+    """Return the plan of a step.
+
+    Collectives: all-gather of four integers over dp.
+    """
+    problem: str | None = None
+    targets = samples = 0
+    for m, batch in enumerate(micro_batches):
+        tensors = [batch.get(name) for name in _TENSORS]
+        if tensors[0] is None:
+            found: str | None = "it has no input_ids"
+        else:
+            found = batch_problem(model.config.vocab_size, *tensors)
+        if found is not None:
+            problem = f"micro-batch {m}: {found}"
+            break
+        samples += tensors[0].shape[0]
+        if tensors[1] is not None:
+            targets += int((next_token_targets(*tensors[1:]) != IGNORE).sum())
+    group = model.mesh.group("dp")
+    mine = torch.tensor(
+        [[len(micro_batches), targets, samples, int(problem is not None)]],
+        device=model.mesh.device,
+    )
+    numbers = raw_all_gather(mine, group).tolist()
+    if problem is not None:
+        raise DataError(problem)
+    bad = [group.ranks[i] for i, row in enumerate(numbers) if row[3]]
+    if bad:
+        raise DataError(f"rank {bad[0]} was given a batch that cannot be used; its message says why")
+    return _Plan(
+        target_tokens=sum(row[1] for row in numbers),
+        num_micro_batches=max(row[0] for row in numbers),
+        first_sample=sum(row[2] for row in numbers[: group.rank]),
+    )
+
+
+def _arguments(batch: MicroBatch) -> dict[str, Any]:
+    """Return a micro-batch with labels: none means no target, but the loss is still taken."""
+    result = dict(batch)
+    if result.get("labels") is None:
+        result["labels"] = torch.full_like(result["input_ids"], IGNORE)
+    return result
+
+
+def _empty() -> dict[str, Any]:
+    ids = torch.zeros(0, 1, dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids}
