@@ -100,7 +100,10 @@ class Aligned:
 
     def hub_view(self, local: torch.Tensor, overlap: Overlap) -> torch.Tensor:
         """Return the view of a local tensor that has the dimensions of the hub tensor."""
-        view = local[overlap.local]
+        return self.as_hub(local[overlap.local])
+
+    def as_hub(self, view: torch.Tensor) -> torch.Tensor:
+        """Return a block of the parameter with the dimensions of the hub tensor."""
         for dim in reversed(self.drop_param):
             view = view.squeeze(dim)
         if self.piece.transpose and view.dim() > 1:

@@ -7,6 +7,7 @@ written exactly once, which is counted. A rank's peak memory is its shard and on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -164,8 +165,6 @@ def compare(folder: HubFolder, rules: NameRules, *, allow_missing: Sequence[str]
     Raises:
         CheckpointError: tensors are missing, extra, misshapen or of no floating dtype.
     """
-    import re
-
     shapes = rules.hub_shapes()
     absent = [name for name in shapes if name not in folder.logical]
     allowed = [n for n in absent if any(re.fullmatch(p, n) for p in allow_missing)]
@@ -215,8 +214,6 @@ def _names(names: Sequence[str], rules: NameRules) -> str:
 
 
 def _hint(names: Sequence[str], rules: NameRules) -> str:
-    import re
-
     fields = [
         text for p, text in rules.hints.items() if any(re.fullmatch(p, name) for name in names)
     ]

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from moe_tp.errors import CheckpointError
 
+TEMPLATES = "additional_chat_templates"  # the one sub-folder that belongs to a model folder
 _MAX_OPEN = 64
 _MAX_READ = 1 << 30  # Linux returns at most 2 GiB a call
 
@@ -73,15 +74,21 @@ class LocalStorage:
 
     def sizes(self) -> dict[str, int]:
         """Return every file's size in bytes by name; -1 where a link leads nowhere."""
-        found = {}
-        for entry in sorted(os.scandir(self.path), key=lambda e: e.name):
+        found: dict[str, int] = {}
+        for folder in ("", TEMPLATES):
             try:
-                if entry.is_file():
-                    found[entry.name] = entry.stat().st_size
-                elif entry.is_symlink() and not entry.is_dir():
-                    found[entry.name] = -1
-            except OSError:
-                found[entry.name] = -1
+                entries = sorted(os.scandir(self.path / folder), key=lambda e: e.name)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            for entry in entries:
+                name = f"{folder}/{entry.name}" if folder else entry.name
+                try:
+                    if entry.is_file():
+                        found[name] = entry.stat().st_size
+                    elif entry.is_symlink() and not entry.is_dir():
+                        found[name] = -1
+                except OSError:
+                    found[name] = -1
         return found
 
     def read(self, file: str, offset: int, length: int) -> bytes:
