@@ -15,7 +15,8 @@ rank's gradient is already the gradient of its own share. All are out of place, 
 and are the identity on a group of one. Traffic goes through torch's functional collectives, which
 recompute policies and compilers can see. Sums are taken in fp32 (fp64 for fp64) in rank order,
 after an all-to-all: on gloo that sends half the bytes of its own reduce-scatter, and two runs give
-the same bits.
+the same bits. An all-reduce of fp32 or fp64 is the back end's; one of bf16 is a reduce-scatter and
+an all-gather of the same bytes, because back ends round bf16 at every hop.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.autograd import Function
 
 Phase = Literal["forward", "backward"]
@@ -111,12 +113,18 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 def raw_all_reduce(
     x: torch.Tensor, group: Group, op: ReduceOp = "sum", *, phase: Phase = "forward"
 ) -> torch.Tensor:
-    """Return the elementwise `op` over the group, on every rank.
+    """Return the elementwise `op` over the group, on every rank; `max` and `min` may lose a NaN.
 
-    Collectives: all-reduce over `group`.
+    Collectives: all-reduce over `group`; for a sum of a dtype narrower than fp32 a reduce-scatter
+    and an all-gather.
     """
     if group.size == 1:
         return x
+    if op == "sum" and accumulate_dtype(x.dtype) != x.dtype:
+        share = -(-x.numel() // group.size)
+        flat = F.pad(x.reshape(-1), (0, share * group.size - x.numel()))
+        part = raw_reduce_scatter_rows(flat, [share] * group.size, group, phase=phase)
+        return raw_all_gather(part, group, phase=phase)[: x.numel()].view(x.shape)
     _note(group, "all_reduce", phase, 2 * x.nbytes * (group.size - 1) // group.size)
     return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), op, group.name))
 

@@ -173,7 +173,10 @@ def gradient_norm(model: nn.Module, *, norm_type: float = 2.0) -> torch.Tensor:
         else:
             total += value.square() * _weight_of_shard(param, mesh)
     if math.isinf(norm_type):
-        return raw_all_reduce(total, mesh.group("world"), "max")
+        # A maximum over ranks may lose a NaN, so that travels beside it.
+        pair = torch.stack([total.isnan().to(total.dtype), total.nan_to_num(posinf=torch.inf)])
+        bad, top = raw_all_reduce(pair, mesh.group("world"), "max")
+        return torch.where(bad > 0, torch.nan, top)
     return raw_all_reduce(total, mesh.group("world")).sqrt()
 
 

@@ -53,7 +53,7 @@ class ParallelLayout:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
-        if self.zero not in (0, 1, 2, 3):
+        if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
             raise ConfigError(f"zero={self.zero!r} is no ZeRO stage; choose 0, 1, 2 or 3")
 
     def resolve(self, world_size: int) -> ParallelLayout:
@@ -159,11 +159,15 @@ class Runtime:
             if value not in get_args(kind):
                 raise ConfigError(f"{name}={value!r} is not one of {', '.join(get_args(kind))}")
         for name in ("virtual_stages", "dp_replicate", "loss_chunk"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 1")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
         for name in ("compute_dtype", "master_dtype", "wire_dtype"):
             value = getattr(self, name)
-            if value is not None and not value.is_floating_point:
-                raise ConfigError(f"{name}={value} is not a floating-point dtype")
+            known = isinstance(value, torch.dtype) and value.is_floating_point
+            if value is not None and not known:
+                raise ConfigError(
+                    f"{name}={value!r} is not a floating-point dtype; choose torch.bfloat16, say"
+                )
         if not math.isfinite(self.timeout) or self.timeout <= 0:
             raise ConfigError(f"timeout={self.timeout} must be a positive number of seconds")

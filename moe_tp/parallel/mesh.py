@@ -84,8 +84,16 @@ class Mesh:
                 "Mesh needs torch.distributed.init_process_group first; "
                 "on one process use Mesh.single()"
             )
-        self._setup(layout.resolve(dist.get_world_size()), runtime, device, dist.get_rank())
+        refused: ConfigError | None = None
+        try:
+            layout = layout.resolve(dist.get_world_size())
+        except ConfigError as error:
+            refused = error
+        self._setup(layout, runtime, device, dist.get_rank(), dist.get_world_size())
+        # A rank that must refuse its layout says so first: the others would wait for it.
         self.agree("layout and runtime", f"{self.layout!r} {self.runtime!r} {_version()}")
+        if refused is not None:
+            raise refused
         self._connect()
 
     @classmethod
@@ -94,7 +102,7 @@ class Mesh:
     ) -> Mesh:
         """Return the mesh of one process, which needs no process group."""
         mesh = cls.__new__(cls)
-        mesh._setup(ParallelLayout(dp=1), runtime, device, 0)
+        mesh._setup(ParallelLayout(dp=1), runtime, device, 0, 1)
         mesh._groups = {axis: Group(axis) for axis in (*_AXES, "world")}
         mesh._rest = {
             "dense": local_device_mesh(mesh.device.type, ("dp_cp", "tp")),
@@ -109,11 +117,12 @@ class Mesh:
         runtime: Runtime | None,
         device: torch.device | str | None,
         rank: int,
+        world_size: int,
     ) -> None:
         self.layout = layout
         self.runtime = runtime or Runtime()
         self.rank = rank
-        self.world_size = layout.world_size
+        self.world_size = world_size
         if device is None:
             cuda = torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
@@ -143,9 +152,13 @@ class Mesh:
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if world is not None:
             made[everyone] = world
+        limit = timedelta(seconds=self.runtime.timeout)
         for mesh in (dense, expert):
             for axis in mesh.mesh_dim_names or ():
                 group = mesh.get_group(axis)
+                # init_device_mesh takes no timeout and would leave torch's half an hour.
+                if dist.get_backend(group) in ("gloo", "nccl"):
+                    dist.distributed_c10d._set_pg_timeout(limit, group)
                 made.setdefault(tuple(dist.get_process_group_ranks(group)), group)
         grid = _Grid(("pp", "dp", "cp", "tp"), (lay.pp, lay.dp, lay.cp, lay.tp))
         expert_grid = _Grid(_EXPERT, expert_sizes)

@@ -33,7 +33,7 @@ class _RMSNorm(Function):
         x, weight, scale = ctx.saved_tensors
         grad = grads[0].to(scale.dtype)
         unit = x.to(scale.dtype) * scale
-        grad_w = (grad * unit).flatten(0, -2).sum(0).to(weight.dtype)
+        grad_w = (grad * unit).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
         grad_unit = grad * weight
         mean = (grad_unit * unit).mean(-1, keepdim=True)
         grad_x = grad_unit.sub_(unit.mul_(mean)).mul_(scale)

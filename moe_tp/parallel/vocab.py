@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
+from moe_tp.errors import DataError
 from moe_tp.parallel.collectives import (
     Group,
     accumulate_dtype,
@@ -27,6 +28,19 @@ from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import Init, ParallelModule, ParamSpec
 
 IGNORE = -100
+
+
+def _check_ids(ids_N: torch.Tensor, vocab_size: int, what: str) -> None:
+    """Refuse ids that no rank holds: over tp they would count as zeros, not as an error."""
+    bad_N = ((ids_N < 0) | (ids_N >= vocab_size)) & (ids_N != IGNORE if what == "target" else True)
+    if ids_N.is_cuda:
+        # Stops the device at the next synchronisation; asking here would stall every step.
+        torch.ops.aten._assert_async.msg(~bad_N.any(), f"{what} outside the vocabulary")
+    elif ids_N.device.type == "cpu" and bool(bad_N.any()):
+        raise DataError(
+            f"{what} {int(ids_N[bad_N][0])} is outside the vocabulary of {vocab_size}; "
+            f"tokenise with the model's own tokenizer"
+        )
 
 
 class VocabParallelEmbedding(ParallelModule):
@@ -69,6 +83,7 @@ class VocabParallelEmbedding(ParallelModule):
         Collectives: reduce-scatter over tp; backward all-gather.
         """
         group = self.mesh.group("tp")
+        _check_ids(ids_N, self.vocab_size, "token")
         weight = self.local("weight")
         if group.size == 1:
             return F.embedding(ids_N, weight)
@@ -187,6 +202,7 @@ def vocab_cross_entropy(
     Collectives: all-gather of x and reduce-scatter of its gradient over `group`, and per chunk two
     all-reduces of one and two numbers a token; backward none.
     """
+    _check_ids(targets_N, vocab_size, "target")
     head = _Head(group=group, vocab_size=vocab_size, chunk=chunk_tokens, scale=logit_scale)
     result: torch.Tensor = apply_function(_VocabCrossEntropy, x_TD, weight_VD, targets_N, head)
     return result
