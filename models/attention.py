@@ -87,7 +87,8 @@ def share_heads(num_heads: int, num_kv_heads: int, mesh: Mesh) -> HeadShare:
     if num_heads % tp:
         options = [d for d in range(1, num_heads + 1) if num_heads % d == 0]
         raise ConfigError(
-            f"num_attention_heads={num_heads} does not split over tp={tp}; choose tp among {options}"
+            f"num_attention_heads={num_heads} does not split over tp={tp}; choose tp among "
+            f"{options}"
         )
     queries, group = num_heads // tp, num_heads // num_kv_heads
     kv = [head // group for head in range(rank * queries, (rank + 1) * queries)]
@@ -301,12 +302,9 @@ class Attention(nn.Module):
             self.mesh.group("tp"),
         )
         tokens = sequences.batch * sequences.length
-        shape = (sequences.batch, sequences.length, -1, self.config.head_dim)
-        # -1 cannot be told from a shape with no tokens.
+        shape, size = (sequences.batch, sequences.length), self.config.head_dim
         counts = (self.share.queries, self.share.num_kv, self.share.num_kv)
-        q, k, v = (
-            y[:tokens].view(shape[0], shape[1], n, shape[3]) for y, n in zip(flat, counts)
-        )
+        q, k, v = (y[:tokens].view(*shape, n, size) for y, n in zip(flat, counts, strict=True))
         if self.config.qk_norm != "none":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.config.clip_qkv is not None:

@@ -1,4 +1,4 @@
-"""One decoder layer: attention and experts (or a dense MLP), each behind a norm and on the residual.
+"""One decoder layer: attention, then experts or a dense MLP, each behind a norm, on a residual.
 
 Letters: T owned tokens · D width · F hidden size.
 """
@@ -84,9 +84,7 @@ class Block(nn.Module):
         dtype: parameter dtype.
     """
 
-    def __init__(
-        self, config: ModelConfig, layer: int, mesh: Mesh, *, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, mesh: Mesh, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.config, self.layer = config, layer
         eps, init = config.norm_eps, Init(value=config.init_std)
@@ -118,18 +116,14 @@ class Block(nn.Module):
         y_TD, aux = self._feed_forward(self.mlp_norm(x_TD), call)
         return self._join(x_TD, y_TD, "mlp", call), aux
 
-    def _feed_forward(
-        self, x_TD: torch.Tensor, call: Call
-    ) -> tuple[torch.Tensor, MoEAux | None]:
+    def _feed_forward(self, x_TD: torch.Tensor, call: Call) -> tuple[torch.Tensor, MoEAux | None]:
         if self.config.is_dense(self.layer):
             return self.mlp(x_TD), None
         tokens = call.tokens
         y_TD, aux = self.moe(x_TD, mask=tokens.mask_T, token_ids=tokens.ids_T)
         return y_TD, aux
 
-    def _join(
-        self, x_TD: torch.Tensor, y_TD: torch.Tensor, site: str, call: Call
-    ) -> torch.Tensor:
+    def _join(self, x_TD: torch.Tensor, y_TD: torch.Tensor, site: str, call: Call) -> torch.Tensor:
         """Return the residual with what a sub-layer adds to it."""
         config = self.config
         if self.training and config.residual_dropout:

@@ -1,8 +1,8 @@
-"""What a model is: one frozen description with an explicit switch for everything that families differ in.
+"""What a model is: one frozen description, with a switch for everything that families differ in.
 
-A configuration is read from a hub `config.json` by its family's file and written back by it. Nothing
-in this room asks a configuration for a field that may not be there: every switch exists for every
-family, with the value that switches it off.
+A configuration is read from a hub `config.json` by its family's file and written back by it.
+Nothing in this room asks a configuration for a field that may not be there: every switch exists for
+every family, with the value that switches it off.
 """
 
 from __future__ import annotations
@@ -163,7 +163,9 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         if self.expert_dim < 1:
-            raise ConfigError(f"the experts' hidden size is {self.expert_dim}; it must be at least 1")
+            raise ConfigError(
+                f"the experts' hidden size is {self.expert_dim}; it must be at least 1"
+            )
         if self.shared_dim < 0:
             raise ConfigError(f"the shared expert's hidden size {self.shared_dim} is negative")
         if self.shared_gate and not self.shared_dim:

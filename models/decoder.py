@@ -291,9 +291,7 @@ class Decoder(nn.Module):
         scale = self.config.embedding_scale
         return x_TD if scale == 1.0 else x_TD * scale
 
-    def run_layers(
-        self, x_TD: torch.Tensor, call: Call
-    ) -> tuple[torch.Tensor, dict[int, MoEAux]]:
+    def run_layers(self, x_TD: torch.Tensor, call: Call) -> tuple[torch.Tensor, dict[int, MoEAux]]:
         """Return the residual stream after this model's layers, and each router's word by layer."""
         result: dict[int, MoEAux] = {}
         again = self.mesh.runtime.recompute == "full" and torch.is_grad_enabled()
@@ -395,6 +393,6 @@ def _check_layout(mesh: Mesh) -> None:
     for axis in ("cp", "pp"):
         if getattr(layout, axis) > 1:
             raise ConfigError(
-                f"{axis}={getattr(layout, axis)} is not supported by the model yet; choose {axis}=1 "
-                f"and spread the ranks over dp, tp, ep and etp"
+                f"{axis}={getattr(layout, axis)} is not supported by the model yet; choose "
+                f"{axis}=1 and spread the ranks over dp, tp, ep and etp"
             )

@@ -13,6 +13,15 @@ from moe_tp.models.hub import Family
 
 _MODULES = {
     "mixtral": "mixtral",
+    "qwen3_moe": "qwen3_moe",
+    "qwen2_moe": "qwen2_moe",
+    "olmoe": "olmoe",
+    "granitemoe": "granite",
+    "deepseek_v2": "deepseek",
+    "deepseek_v3": "deepseek",
+    "kimi_k2": "deepseek",
+    "glm4_moe": "glm4",
+    "gpt_oss": "gpt_oss",
 }
 
 _NOT_YET = {
@@ -39,11 +48,10 @@ def family(model_type: str) -> Family:
     if model_type not in _MODULES:
         reason = f" ({_NOT_YET[model_type]})" if model_type in _NOT_YET else ""
         raise ConfigError(
-            f"model_type={model_type!r} is not supported{reason}; supported: "
-            f"{', '.join(_MODULES)}"
+            f"model_type={model_type!r} is not supported{reason}; supported: {', '.join(_MODULES)}"
         )
     module = importlib.import_module(f"moe_tp.models.{_MODULES[model_type]}")
-    found = getattr(module, "FAMILIES")[model_type]
+    found = module.FAMILIES[model_type]
     assert isinstance(found, Family)
     return found
 

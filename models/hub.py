@@ -190,6 +190,50 @@ def read_rope(
     )
 
 
+def read_step_layers(fields: HubFields) -> tuple[int, ...]:
+    """Return the dense layers that `decoder_sparse_step` and `mlp_only_layers` name."""
+    step = fields.integer("decoder_sparse_step", 1)
+    if step < 1:
+        raise ConfigError(f"config.json: decoder_sparse_step={step} must be at least 1")
+    listed = set(fields.integers("mlp_only_layers"))
+    layers = range(fields.integer("num_hidden_layers"))
+    return tuple(i for i in layers if i in listed or (i + 1) % step)
+
+
+def write_step_layers(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields that name dense layers, as they were read where that still holds."""
+    given = {"decoder_sparse_step": 1, "mlp_only_layers": [], **config.hub_config}
+    given["num_hidden_layers"] = config.num_layers
+    if read_step_layers(HubFields(given)) == config.dense_layers:
+        return {name: given[name] for name in ("decoder_sparse_step", "mlp_only_layers")}
+    return {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)}
+
+
+def read_windows(fields: HubFields, window: int, default: Sequence[bool]) -> tuple[int, ...]:
+    """Return the sliding window of each layer from `layer_types`, empty where none has one.
+
+    Args:
+        fields: the config.
+        window: tokens of a sliding layer.
+        default: which layers slide where `layer_types` is not given.
+    """
+    kinds = fields.raw("layer_types", None)
+    known = ("sliding_attention", "full_attention")
+    if kinds is not None and any(kind not in known for kind in kinds):
+        raise ConfigError(f"config.json: layer_types={kinds!r} may hold {known[0]} and {known[1]}")
+    slides = default if kinds is None else [kind == known[0] for kind in kinds]
+    windows = tuple(window if slide else 0 for slide in slides)
+    return windows if any(windows) else ()
+
+
+def layer_types(config: ModelConfig) -> list[str]:
+    """Return `layer_types` of a model."""
+    return [
+        "sliding_attention" if config.window(i) else "full_attention"
+        for i in range(config.num_layers)
+    ]
+
+
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
     """Return the fields of a rotary embedding in both spellings."""
     scaling: dict[str, Any] = {}

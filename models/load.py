@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -181,7 +180,8 @@ def save_pretrained(
 
     if not isinstance(model, Decoder):
         raise ConfigError(
-            f"save_pretrained writes models of build and from_pretrained, not {type(model).__name__}"
+            f"save_pretrained writes models of build and from_pretrained, not "
+            f"{type(model).__name__}"
         )
     save_hub(
         model,

@@ -1,4 +1,4 @@
-"""Mixtral (arXiv:2401.04088): grouped queries, softmax over all experts, the best two renormalised."""
+"""Mixtral (arXiv:2401.04088): grouped queries; softmax over all experts, the best two rescaled."""
 
 from __future__ import annotations
 

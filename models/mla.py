@@ -74,9 +74,10 @@ class LatentAttention(nn.Module):
             and of the shared rotated key; reduce-scatter of the output over tp; and their duals.
         """
         mla, shape = self.mla, (sequences.batch, sequences.length)
-        q = self._expand(self.q_b, self.q_a_norm(self.q_a(x_TD)), shape) if (
-            mla.q_rank is not None
-        ) else self._expand(self.q, x_TD, shape)
+        if mla.q_rank is None:
+            q = self._expand(self.q, x_TD, shape)
+        else:
+            q = self._expand(self.q_b, self.q_a_norm(self.q_a(x_TD)), shape)
         latent, turned = self.kv_a(x_TD).split([mla.kv_rank, mla.rope_dim], dim=-1)
         kv = self._expand(self.kv_b, self.kv_a_norm(latent), shape)
         k_plain, v = kv.split([mla.nope_dim, mla.value_dim], dim=-1)

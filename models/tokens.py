@@ -1,7 +1,7 @@
 """What one call of the model knows of its tokens: checked ids, targets, documents, owners.
 
-Letters: B batch · S sequence · N tokens of a (cp, tp) group padded so that tp divides them · T owned
-tokens.
+Letters: B batch · S sequence · N tokens of a (cp, tp) group, padded so that tp divides them · T
+owned tokens.
 
 Ranks that share a batch build this alike from the same `[B, S]` tensors. The flattened tokens are
 cut into equal runs, one for each tp rank; rows past B*S are padding, masked everywhere.
