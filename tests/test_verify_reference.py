@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_tp.errors import CheckpointError, ConfigError
 from moe_tp.verify import gate as gating
+from moe_tp.verify.data import Batch, Losses, targets
 from moe_tp.verify.hub import read_config
-from moe_tp.verify.reference import Batch, Losses, Reference, targets
+from moe_tp.verify.reference import Reference
 
 BASE: dict[str, Any] = {
     "vocab_size": 61,
@@ -52,6 +53,23 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "tie_word_embeddings": True,
         "head_dim": 8,
+    },
+    "mixtral-llama3": {
+        "num_local_experts": 3,
+        "intermediate_size": 20,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "mixtral-linear": {
+        "num_local_experts": 3,
+        "intermediate_size": 20,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0},
     },
     "qwen3_moe": {**SMALL, "head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "qwen2_moe": {**SMALL, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 2},

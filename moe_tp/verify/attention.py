@@ -6,6 +6,8 @@ Letters: B batch · S sequence · D width · H heads · G key/value heads · h h
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -67,6 +69,8 @@ def _speeds(rope: Rope) -> tuple[torch.Tensor, float]:
     settings = rope.settings
     if rope.kind == "linear":
         return plain_n / float(settings["factor"]), 1.0
+    if rope.kind == "llama3":
+        return _llama3(plain_n, settings), 1.0
     original = float(settings["original_max_position_embeddings"])
     factor = float(settings.get("factor") or rope.max_positions / original)
     magnitude = settings.get("attention_factor")
@@ -91,6 +95,14 @@ def _speeds(rope: Rope) -> tuple[torch.Tensor, float]:
     fast_n = 1 - ((torch.arange(rope.dim // 2).float() - low) / span).clamp(0, 1)
     stretched_n = 1.0 / (factor * length_n)
     return stretched_n * (1 - fast_n) + plain_n * fast_n, float(magnitude)
+
+
+def _llama3(plain_n: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+    """Return speeds with slow pairs slowed by the factor and those between blended (2407.21783)."""
+    turns_n = float(settings["original_max_position_embeddings"]) * plain_n / (2 * math.pi)
+    low, high = float(settings["low_freq_factor"]), float(settings["high_freq_factor"])
+    keep_n = ((turns_n - low) / (high - low)).clamp(0, 1)
+    return plain_n * keep_n + plain_n / float(settings["factor"]) * (1 - keep_n)
 
 
 def turn(

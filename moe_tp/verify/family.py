@@ -46,7 +46,7 @@ class Rope:
 
     base: float
     dim: int  # leading features of a head that turn
-    kind: str  # "default", "linear" or "yarn"
+    kind: str  # "default", "linear", "llama3" or "yarn"
     interleaved: bool  # pairs are neighbours (else: first half with second half)
     settings: Mapping[str, Any]
     max_positions: int
@@ -171,16 +171,19 @@ def _eps(family: str) -> float:
 
 
 def _rope(config: Mapping[str, Any], family: str, head_dim: int) -> Rope:
-    """Read both spellings: `rope_parameters`, and `rope_theta` with `rope_scaling`."""
-    settings = dict(config.get("rope_scaling") or {})
-    settings.update(config.get("rope_parameters") or {})
+    """Read both spellings; where both are there `rope_scaling` decides, as in transformers."""
+    new = config.get("rope_parameters") or {}
+    settings = dict(config.get("rope_scaling") or new)
     if family == "gpt_oss" and not settings:
         settings = dict(_GPT_OSS_ROPE)
-    base = settings.get("rope_theta") or config.get("rope_theta")
+    base = settings.get("rope_theta") or new.get("rope_theta") or config.get("rope_theta")
     kind = settings.get("rope_type") or settings.get("type") or "default"
-    if kind not in ("default", "linear", "yarn"):
-        raise ConfigError(f"rope_type={kind!r}: the reference computes default, linear and yarn")
-    part = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise ConfigError(
+            f"rope_type={kind!r}: the reference computes default, linear, llama3 and yarn"
+        )
+    part = settings.get("partial_rotary_factor") or new.get("partial_rotary_factor")
+    part = part or config.get("partial_rotary_factor")
     if part is None:
         part = 0.5 if family == "glm4_moe" else 1.0
     return Rope(

@@ -11,7 +11,6 @@ those leaves, experts run in a Python loop, attention is an explicit softmax.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,82 +19,16 @@ import torch.nn.functional as F
 
 from moe_tp.errors import CheckpointError
 from moe_tp.verify import gate as gating
-from moe_tp.verify.attention import attend, documents, rms_norm, rotation, turn, visible
+from moe_tp.verify.attention import attend, rms_norm, rotation, turn, visible
+from moe_tp.verify.data import Batch, Losses, Outcome, Trace, targets
 from moe_tp.verify.family import Facts, facts
 from moe_tp.verify.gate import Routing
 from moe_tp.verify.hub import read_config, read_tensors
 
-__all__ = ["Batch", "Losses", "Outcome", "Reference", "targets"]
+__all__ = ["Reference"]
 
 _GATE_NAMES = ("block_sparse_moe.gate", "block_sparse_moe.router.layer", "mlp.router", "mlp.gate")
 _SHARED_NAMES = ("mlp.shared_expert", "mlp.shared_experts")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """One rank's part of a micro-batch; all `[B, S]`, labels hub-style (-100 ignored)."""
-
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-    attention_mask: torch.Tensor | None = None
-    position_ids: torch.Tensor | None = None
-
-    @property
-    def real(self) -> torch.Tensor:
-        """Return `[B, S]`, False where a token is padding."""
-        if self.attention_mask is None:
-            return torch.ones_like(self.input_ids, dtype=torch.bool)
-        return self.attention_mask.bool()
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """Return `[B, S]` positions, counted from 0 in each row unless given."""
-        if self.position_ids is not None:
-            return self.position_ids
-        length = self.input_ids.shape[1]
-        return torch.arange(length).expand(self.input_ids.shape)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Losses:
-    """Which router losses are added to the cross entropy, and how strongly."""
-
-    balance: float = 0.0
-    kind: str = "micro_batch"  # or "pooled": transformers' mean over all layers
-    z: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What the reference computed for one optimiser step."""
-
-    loss: torch.Tensor
-    aux_loss: torch.Tensor
-    targets: int
-    logits: list[list[torch.Tensor]]  # [micro-batch][rank] -> [B, S, V]
-    routing: list[list[list[Routing]]]  # [micro-batch][rank][MoE layer in order]
-    gradients: dict[str, torch.Tensor]
-
-    @property
-    def grad_norm(self) -> float:
-        """Return the global gradient norm."""
-        squares = [g.double().square().sum() for g in self.gradients.values()]
-        return float(torch.stack(squares).sum().sqrt())
-
-
-def targets(batch: Batch) -> torch.Tensor:
-    """Return `[B, S]`: the token each position must predict, -100 where there is none.
-
-    None: the last position, an ignored label, the first token of a packed document, padding on
-        either side.
-    """
-    target_BS = torch.full_like(batch.labels, -100)
-    if batch.labels.shape[1] < 2:
-        return target_BS
-    document_BS = documents(batch.positions)
-    valid_BS = (document_BS[:, 1:] == document_BS[:, :-1]) & batch.real[:, 1:] & batch.real[:, :-1]
-    target_BS[:, :-1] = batch.labels[:, 1:].masked_fill(~valid_BS, -100)
-    return target_BS
 
 
 class Reference:
@@ -150,16 +83,19 @@ class Reference:
         count = 0
         logits: list[list[torch.Tensor]] = []
         routing: list[list[list[Routing]]] = []
+        hidden: list[list[list[torch.Tensor]]] = []
         for m, parts in enumerate(micro_batches):
             logits.append([])
             routing.append([])
+            hidden.append([])
             for r, batch in enumerate(parts):
-                out_BSV, layers = self.forward(batch, forced[m][r] if forced is not None else None)
-                logits[m].append(out_BSV.detach())
-                routing[m].append(layers)
+                trace = self.forward(batch, forced[m][r] if forced is not None else None)
+                logits[m].append(trace.logits_BSV.detach())
+                routing[m].append(trace.routing)
+                hidden[m].append([x.detach() for x in trace.hidden])
                 target_BS = targets(batch)
                 count += int((target_BS != -100).sum())
-                total = total + _cross_entropy_sum(out_BSV, target_BS)
+                total = total + _cross_entropy_sum(trace.logits_BSV, target_BS)
             aux = aux + self._router_losses(routing[m], losses) / len(micro_batches)
         loss = total / max(count, 1)
         gradients = self._gradients(loss + aux) if backward else {}
@@ -169,13 +105,12 @@ class Reference:
             targets=count,
             logits=logits,
             routing=routing,
+            hidden=hidden,
             gradients=gradients,
         )
 
-    def forward(
-        self, batch: Batch, forced: Sequence[torch.Tensor] | None = None
-    ) -> tuple[torch.Tensor, list[Routing]]:
-        """Return logits `[B, S, V]` and the routing of each MoE layer.
+    def forward(self, batch: Batch, forced: Sequence[torch.Tensor] | None = None) -> Trace:
+        """Return logits, the routing of each MoE layer and the residual stream after each layer.
 
         Args:
             batch: one part of a micro-batch.
@@ -186,6 +121,7 @@ class Reference:
         x_BSD = x_BSD * f.embedding_scale
         turns = rotation(f.rope, batch.positions, self.dtype)
         routing: list[Routing] = []
+        hidden: list[torch.Tensor] = []
         for i in range(f.layers):
             prefix = f"model.layers.{i}."
             normed = rms_norm(x_BSD, self._get(prefix + "input_layernorm.weight"), f.eps)
@@ -201,11 +137,12 @@ class Reference:
             else:
                 out = self._mlp(prefix + "mlp", normed)
             x_BSD = x_BSD + out * f.residual_scale
+            hidden.append(x_BSD)
         x_BSD = rms_norm(x_BSD, self._get("model.norm.weight"), f.eps)
         head = "model.embed_tokens.weight" if f.tied else "lm_head.weight"
         logits_BSV = F.linear(x_BSD, self._get(head)) * f.logit_scale
         self._check_all_used()
-        return logits_BSV, routing
+        return Trace(logits_BSV=logits_BSV, routing=routing, hidden=hidden)
 
     def _router_losses(self, parts: Sequence[Sequence[Routing]], losses: Losses) -> torch.Tensor:
         """Return the weighted router losses of one micro-batch."""

@@ -1,0 +1,195 @@
+"""How two computations are compared and what the comparison says: errors, tolerances, the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from moe_tp.errors import ConfigError
+
+__all__ = ["Findings", "Report", "Tolerances", "relative_error", "tolerances_for"]
+
+_FLOOR = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerances:
+    """Largest relative errors that pass, and the score gap up to which a routing flip is rounding."""
+
+    loss: float
+    logits: float
+    gradients: float
+    grad_norm: float
+    weights: float
+    flip_gap: float
+
+
+_TOLERANCES = {
+    torch.float64: Tolerances(
+        loss=1e-9, logits=1e-9, gradients=1e-9, grad_norm=1e-9, weights=1e-9, flip_gap=1e-10
+    ),
+    torch.float32: Tolerances(
+        loss=1e-5, logits=1e-5, gradients=1e-5, grad_norm=1e-6, weights=1e-5, flip_gap=1e-5
+    ),
+    # Against the fp32 reference: what the 8 bits of bf16 cost a few layers deep.
+    torch.bfloat16: Tolerances(
+        loss=2e-2, logits=5e-2, gradients=2e-1, grad_norm=5e-2, weights=2e-2, flip_gap=5e-2
+    ),
+}
+
+
+def tolerances_for(dtype: torch.dtype) -> Tolerances:
+    """Return the tolerances of a layout computed in `dtype`.
+
+    Args:
+        dtype: float64, float32 or bfloat16.
+    """
+    if dtype not in _TOLERANCES:
+        raise ConfigError(
+            f"verify knows no tolerances for {dtype}; choose float32, float64 or bfloat16"
+        )
+    return _TOLERANCES[dtype]
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor, scale: float) -> float:
+    """Return ||ours - theirs|| / max(||theirs||, 1e-6 scale); inf where a value is not finite.
+
+    Args:
+        ours: what the layout computed.
+        theirs: what the reference computed, of the same shape.
+        scale: the norm of all tensors of this kind together.
+    """
+    if ours.shape != theirs.shape:
+        return math.inf
+    a, b = ours.double(), theirs.double()
+    error = float((a - b).norm()) / max(float(b.norm()), _FLOOR * scale, torch.finfo(b.dtype).tiny)
+    return error if math.isfinite(error) else math.inf
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """Largest errors met so far; filled step by step on rank 0."""
+
+    errors: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("logits", "loss", "gradients", "grad_norm", "weights"), 0.0
+        )
+    )
+    worst: tuple[float, str | None] = (0.0, None)
+    divergent: int | None = None
+    flips: int = 0
+    widest_flip: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    def meet(self, kind: str, error: float) -> None:
+        """Keep an error if it is the largest of its kind."""
+        self.errors[kind] = max(self.errors[kind], error)
+
+    def compare_named(
+        self, kind: str, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
+    ) -> dict[str, float]:
+        """Return each named tensor's error, all kept; a name on one side only is an infinite error.
+
+        Args:
+            kind: "gradients" or "weights".
+            ours: what the layout holds, by hub name.
+            theirs: what the reference holds, by hub name.
+        """
+        scale = math.sqrt(sum(float(t.double().square().sum()) for t in theirs.values()))
+        errors = {}
+        for name in sorted({*ours, *theirs}):
+            if name not in ours or name not in theirs:
+                side = "the layout" if name not in ours else "the reference"
+                self.notes.append(f"{side} has no {kind} for {name}")
+                errors[name] = math.inf
+            else:
+                errors[name] = relative_error(ours[name], theirs[name], scale)
+            self.meet(kind, errors[name])
+            self.worst = max(self.worst, (errors[name], name), key=lambda pair: pair[0])
+        return errors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The verdict of `verify`, the same on every rank.
+
+    Args:
+        passed: every error and every flip within tolerance.
+        layout: the resolved layout, as text.
+        loss: `reference` and `layout`, of the first step.
+        max_relative_error: `logits`, `loss`, `gradients`, `grad_norm` and `weights`, over all steps;
+            `weights` is None without steps.
+        worst_parameter: hub name with the largest error of gradient or weight.
+        first_divergent_layer: the first layer whose router scores or output differ; where the
+            forward agrees, the last layer with a wrong gradient (backward starts at the last).
+        routing_flips: choices of experts that differ, of the layout's own choice at the reference's
+            inputs (its routing is replayed).
+        widest_flip: the largest score gap among them.
+        tolerances: what counts as equal.
+        failures: one sentence for each thing out of tolerance.
+        steps, dtype, tokens, targets: what was run.
+    """
+
+    passed: bool
+    layout: str
+    loss: dict[str, float]
+    max_relative_error: dict[str, float | None]
+    worst_parameter: str | None
+    first_divergent_layer: int | None
+    routing_flips: int
+    widest_flip: float
+    tolerances: Tolerances
+    failures: tuple[str, ...]
+    steps: int
+    dtype: str
+    tokens: int
+    targets: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON values; an infinite error is the text "inf"."""
+        return {key: _jsonable(value) for key, value in asdict(self).items()}
+
+    def __str__(self) -> str:
+        errors = ", ".join(
+            f"{kind} {error:.1e}"
+            for kind, error in self.max_relative_error.items()
+            if error is not None
+        )
+        head = f"{'passed' if self.passed else 'FAILED'} {self.layout}: {errors}"
+        return "\n  ".join([head, *self.failures])
+
+
+def judge(findings: Findings, limits: Tolerances, *, steps: int) -> tuple[str, ...]:
+    """Return one sentence for each finding out of tolerance.
+
+    Args:
+        findings: the largest errors.
+        limits: what passes.
+        steps: 0 leaves the weights out.
+    """
+    failures = list(findings.notes)
+    for kind, error in findings.errors.items():
+        limit: float = getattr(limits, kind)
+        if (steps or kind != "weights") and not error <= limit:
+            named = f", worst at {findings.worst[1]}" if kind in ("gradients", "weights") else ""
+            failures.append(f"{kind}: relative error {error:.3g} is above {limit:g}{named}")
+    if not findings.widest_flip <= limits.flip_gap:
+        failures.append(
+            f"routing: {findings.flips} choices differ, one at a score gap of "
+            f"{findings.widest_flip:.3g}, above {limits.flip_gap:g}"
+        )
+    return tuple(failures)
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_jsonable(item) for item in value]
+    return value
