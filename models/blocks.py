@@ -1,6 +1,6 @@
 """One decoder layer: attention, then experts or a dense MLP, each behind a norm, on a residual.
 
-Letters: T owned tokens · D width · F hidden size.
+Letters: T owned tokens · D width.
 """
 
 from __future__ import annotations
@@ -8,15 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from moe_tp.experts.mlp import GatedMLP
 from moe_tp.experts.moe import MoE, MoEAux
 from moe_tp.models.attention import Attention
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.mla import LatentAttention
 from moe_tp.models.tokens import Tokens
-from moe_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear, gather_linear
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import Init
 from moe_tp.parallel.random import DropoutKey, dropout
@@ -43,37 +42,6 @@ class Call:
         )
 
 
-class DenseMLP(nn.Module):
-    """SwiGLU (arXiv:2002.05202) with its hidden size split over tp.
-
-    Args:
-        dim: width.
-        hidden: hidden size over all ranks.
-        mesh: the mesh.
-        dtype: parameter dtype.
-        init: first values.
-    """
-
-    def __init__(
-        self, dim: int, hidden: int, mesh: Mesh, *, dtype: torch.dtype, init: Init
-    ) -> None:
-        super().__init__()
-        self.mesh = mesh
-        self.gate = ColumnParallelLinear(dim, hidden, mesh, dtype=dtype, init=init)
-        self.up = ColumnParallelLinear(dim, hidden, mesh, dtype=dtype, init=init)
-        self.down = RowParallelLinear(hidden, dim, mesh, dtype=dtype, init=init)
-
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return `[T, D]` for owned tokens.
-
-        Collectives: gather over tp, reduce-scatter over tp, and their duals.
-        """
-        weights = [self.gate.local("weight"), self.up.local("weight")]
-        gate_NF, up_NF = gather_linear(x_TD, weights, [None, None], self.mesh.group("tp"))
-        y_TD: torch.Tensor = self.down(F.silu(gate_NF) * up_NF)
-        return y_TD
-
-
 class Block(nn.Module):
     """Decoder layer number `layer` of a model.
 
@@ -93,7 +61,7 @@ class Block(nn.Module):
         self.attention = (LatentAttention if latent else Attention)(config, mesh, dtype=dtype)
         self.mlp_norm = RMSNorm(config.dim, eps, mesh, dtype=dtype)
         if config.is_dense(layer):
-            self.mlp = DenseMLP(config.dim, config.dense_dim, mesh, dtype=dtype, init=init)
+            self.mlp = GatedMLP(config.dim, config.dense_dim, mesh, dtype=dtype, init=init)
         else:
             self.moe = make_moe(config, layer, mesh, dtype=dtype)
 

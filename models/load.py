@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from torch import nn
 from moe_tp.checkpoint.agree import together
 from moe_tp.checkpoint.load import load_into
 from moe_tp.checkpoint.reader import HubFolder
+from moe_tp.checkpoint.writer import save_hub
 from moe_tp.errors import ConfigError
 from moe_tp.log import get_logger
 from moe_tp.models.config import ModelConfig
@@ -167,7 +167,7 @@ def save_pretrained(
     Args:
         model: from `build` or `from_pretrained`.
         path: the folder to write; it appears only when it is complete.
-        dtype: on disk; None: of the parameters.
+        dtype: on disk; None: as in the folder it was read from, or of the parameters.
         max_shard_size: bytes a weight file, or text such as `5GB`.
 
     Raises:
@@ -176,8 +176,6 @@ def save_pretrained(
 
     Collectives: agreements over the world; each rank writes its own files.
     """
-    from moe_tp.checkpoint.writer import save_hub
-
     if not isinstance(model, Decoder):
         raise ConfigError(
             f"save_pretrained writes models of build and from_pretrained, not "
@@ -187,23 +185,8 @@ def save_pretrained(
         model,
         path,
         model.name_rules,
-        export_config(model, dtype),
+        model.hub_config,
         dtype=dtype,
         max_shard_size=max_shard_size,
         carry_from=model.source,
     )
-
-
-def export_config(model: Decoder, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Return the `config.json` to write beside the model's weights.
-
-    Args:
-        model: the model.
-        dtype: on disk; None: of the parameters.
-    """
-    if dtype is None:
-        dtype = next(p.dtype for p in model.parameters() if p.dim() > 1)
-    name = str(dtype).removeprefix("torch.")
-    config = replace(model.config, dtype=name).to_hub()
-    config.pop("quantization_config", None)
-    return config
