@@ -41,7 +41,7 @@ def read_all(path: Path) -> dict[str, torch.Tensor]:
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
-            for name in opened.keys():
+            for name in opened.offset_keys():
                 assert name not in found
                 found[name] = opened.get_tensor(name)
     return found

@@ -12,15 +12,16 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Literal
 
 import torch
 
 from moe_tp.checkpoint.blocks import split
-from moe_tp.checkpoint.formats import Kind, encode_fp8, encode_mxfp4, encoded_shapes
+from moe_tp.checkpoint.formats import MX_SIZE, Kind, encode_fp8, encode_mxfp4, encoded_shapes
 from moe_tp.checkpoint.header import encode_header
 from moe_tp.checkpoint.rules import natural_key
 from moe_tp.checkpoint.scan import SINGLE
-from moe_tp.errors import ConfigError
+from moe_tp.errors import CheckpointError, ConfigError
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -83,6 +84,50 @@ def encoded_tensors(
         )
         for part, (disk, dtype, disk_shape) in enumerate(encoded_shapes(kind, name, shape, block))
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantise:
+    """Write some tensors in a quantised format again.
+
+    Args:
+        kind: `fp8` (matrices, blocks with `weight_scale_inv`) or `mxfp4` (GPT-OSS experts).
+        names: patterns of logical hub names.
+        block: rows and columns under one scale, for fp8.
+    """
+
+    kind: Literal["fp8", "mxfp4"]
+    names: tuple[str, ...]
+    block: tuple[int, int] = (128, 128)
+
+    def takes(self, name: str, shape: Sequence[int]) -> bool:
+        """Return whether a tensor is to be quantised.
+
+        Raises:
+            CheckpointError: it is, but its shape does not allow it.
+        """
+        if not any(re.fullmatch(pattern, name) for pattern in self.names):
+            return False
+        mx = self.kind == "mxfp4"
+        if len(shape) < 2 or (mx and shape[-2] % MX_SIZE):
+            raise CheckpointError(
+                f"tensor {name!r}: expected a matrix{', K a multiple of 32,' * mx} to write in "
+                f"{self.kind}, found shape {list(shape)}"
+            )
+        return True
+
+    def config(self, before: Any) -> dict[str, Any]:
+        """Return the `quantization_config` of the written folder."""
+        if isinstance(before, dict) and before.get("quant_method") == self.kind:
+            return before
+        if self.kind == "fp8":
+            return {
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "quant_method": "fp8",
+                "weight_block_size": list(self.block),
+            }
+        return {"quant_method": "mxfp4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +268,7 @@ def parse_size(size: int | str) -> int:
 __all__ = [
     "FilePlan",
     "OutTensor",
+    "Quantise",
     "Slab",
     "encoded_tensors",
     "index_of",

@@ -265,7 +265,7 @@ def encode_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     peak = tiles.abs().amax(dim=-1, keepdim=True)
     exponent = torch.frexp(peak).exponent - 1 - 2
     exponent = torch.where(peak > 0, exponent, torch.zeros_like(exponent)).clamp(-127, 127)
-    size = torch.ldexp(tiles.abs(), -exponent)
+    size = torch.ldexp(tiles.abs(), -exponent).contiguous()
     bounds = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(E2M1)])
     low = torch.bucketize(size, bounds, right=False)
     high = torch.bucketize(size, bounds, right=True)

@@ -165,10 +165,25 @@ def compare(folder: HubFolder, rules: NameRules, *, allow_missing: Sequence[str]
     Raises:
         CheckpointError: tensors are missing, extra, misshapen or of no floating dtype.
     """
-    shapes = rules.hub_shapes()
-    absent = [name for name in shapes if name not in folder.logical]
+    absent = [name for name in rules.hub_shapes() if name not in folder.logical]
     allowed = [n for n in absent if any(re.fullmatch(p, n) for p in allow_missing)]
-    missing = [n for n in absent if n not in set(allowed)]
+    problems = differences(folder, rules, allowed)
+    if problems:
+        raise CheckpointError(listed(folder.where, problems))
+    return allowed
+
+
+def differences(folder: HubFolder, rules: NameRules, allowed: Sequence[str] = ()) -> list[str]:
+    """Return how a folder's headers differ from the name rules, one sentence a problem.
+
+    Args:
+        folder: opened, strictly or not.
+        rules: the model's name rules.
+        allowed: hub tensors that may be missing.
+    """
+    shapes = rules.hub_shapes()
+    may = set(allowed)
+    missing = [n for n in shapes if n not in folder.logical and n not in may]
     extra = [
         name
         for name in folder.logical
@@ -202,9 +217,7 @@ def compare(folder: HubFolder, rules: NameRules, *, allow_missing: Sequence[str]
                 f"{found.data.file}: tensor {name!r}: expected a floating dtype, found "
                 f"{CODES[found.dtype]}"
             )
-    if problems:
-        raise CheckpointError(listed(folder.where, problems))
-    return allowed
+    return problems
 
 
 def _names(names: Sequence[str], rules: NameRules) -> str:

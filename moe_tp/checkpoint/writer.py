@@ -10,13 +10,12 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,13 +25,13 @@ from moe_tp.checkpoint.agree import gather_json, together
 from moe_tp.checkpoint.files import (
     FilePlan,
     OutTensor,
+    Quantise,
     encoded_tensors,
     index_of,
     parse_size,
     plain_tensor,
     plan_files,
 )
-from moe_tp.checkpoint.formats import MX_SIZE
 from moe_tp.checkpoint.holdings import Holding, gather_holdings
 from moe_tp.checkpoint.load import Progress, targets_of
 from moe_tp.checkpoint.reader import HubFolder
@@ -48,50 +47,6 @@ WINDOW = 64 << 20  # bytes of all ranks' windows of a round together
 _LEAST = 1 << 20
 _PIECE = 8 << 20  # bytes copied at once
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf", ".h5", ".msgpack", ".onnx")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantise:
-    """Write some tensors in a quantised format again.
-
-    Args:
-        kind: `fp8` (matrices, blocks with `weight_scale_inv`) or `mxfp4` (GPT-OSS experts).
-        names: patterns of logical hub names.
-        block: rows and columns under one scale, for fp8.
-    """
-
-    kind: Literal["fp8", "mxfp4"]
-    names: tuple[str, ...]
-    block: tuple[int, int] = (128, 128)
-
-    def takes(self, name: str, shape: Sequence[int]) -> bool:
-        """Return whether a tensor is to be quantised.
-
-        Raises:
-            CheckpointError: it is, but its shape does not allow it.
-        """
-        if not any(re.fullmatch(pattern, name) for pattern in self.names):
-            return False
-        mx = self.kind == "mxfp4"
-        if len(shape) < 2 or (mx and shape[-2] % MX_SIZE):
-            raise CheckpointError(
-                f"tensor {name!r}: expected a matrix{', K a multiple of 32,' * mx} to write in "
-                f"{self.kind}, found shape {list(shape)}"
-            )
-        return True
-
-    def config(self, before: Any) -> dict[str, Any]:
-        """Return the `quantization_config` of the written folder."""
-        if isinstance(before, dict) and before.get("quant_method") == self.kind:
-            return before
-        if self.kind == "fp8":
-            return {
-                "activation_scheme": "dynamic",
-                "fmt": "e4m3",
-                "quant_method": "fp8",
-                "weight_block_size": list(self.block),
-            }
-        return {"quant_method": "mxfp4"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
