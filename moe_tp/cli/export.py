@@ -1,0 +1,96 @@
+"""`moe-tp export CHECKPOINT OUT`: a hub folder from a folder, in another dtype or expert form."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from moe_tp.checkpoint import NameRules, save_hub
+from moe_tp.cli.options import (
+    add_json_argument,
+    add_layout_arguments,
+    make_mesh,
+    parse_dtype,
+    say,
+    write_json,
+)
+from moe_tp.errors import ConfigError
+from moe_tp.models import ModelConfig, from_pretrained
+from moe_tp.models.families import rules_for
+from moe_tp.models.load import export_config
+
+_PER_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder to read")
+    parser.add_argument("out", metavar="OUT", help="folder to write")
+    parser.add_argument("--dtype", help="of the weights (default: as they are)")
+    parser.add_argument("--max-shard-size", default="5GB", help="of a weight file (default: 5GB)")
+    parser.add_argument(
+        "--experts",
+        choices=("per-expert", "fused"),
+        help="one matrix an expert, or all experts of a layer in one tensor (default: as they are)",
+    )
+    add_json_argument(parser)
+    add_layout_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Return 0, having written the folder.
+
+    Collectives: those of `from_pretrained` and `save_hub`.
+    """
+    dtype = parse_dtype(options.dtype) if options.dtype else None
+    mesh = make_mesh(options)
+    model = from_pretrained(options.checkpoint, mesh)
+    rules = model.name_rules
+    if options.experts is not None:
+        rules = rules_in_form(model.config, options.experts)
+    report = save_hub(
+        model,
+        options.out,
+        rules,
+        export_config(model, dtype),
+        dtype=dtype,
+        max_shard_size=options.max_shard_size,
+        carry_from=model.source,
+    )
+    say(
+        options,
+        f"wrote {options.out}: {report.tensors} tensors, {report.nbytes:,} bytes in "
+        f"{len(report.files)} files",
+    )
+    result = {
+        "path": options.out,
+        "tensors": report.tensors,
+        "bytes": report.nbytes,
+        "files": list(report.files),
+    }
+    write_json(options, result)
+    return 0
+
+
+def rules_in_form(config: ModelConfig, form: str) -> NameRules:
+    """Return the family's name rules with its experts in this form.
+
+    Args:
+        config: the model.
+        form: "per-expert" or "fused".
+
+    Raises:
+        ConfigError: the family knows no such form.
+    """
+    hints = [f"model.layers.{layer}.mlp.experts.down_proj" for layer in config.moe_layers]
+    if form == "per-expert":
+        hints = [f"model.layers.{n}.mlp.experts.0.down_proj.weight" for n in config.moe_layers]
+    for candidate in (rules_for(config, hints), rules_for(config)):
+        names = [piece.hub_name for pieces in candidate.pieces.values() for piece in pieces]
+        single = any(_PER_EXPERT.search(name) for name in names)
+        if single == (form == "per-expert"):
+            return candidate
+    raise ConfigError(
+        f"--experts {form}: {config.model_type} knows no such form of its experts on disk; leave "
+        "--experts out to keep the form they have"
+    )

@@ -1,0 +1,182 @@
+"""Start N local ranks of a command, watch them, and when one fails end the rest and say why (F1).
+
+The ranks are fresh processes of the same command line. They meet through a file in a run folder,
+so no port is needed, and leave their failures there. This process does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from moe_tp.cli.environment import RUN_FOLDER
+from moe_tp.cli.failures import Failure, first_cause, read
+
+__all__ = ["PARENT_PIPE", "launch"]
+
+PARENT_PIPE = "MOE_TP_PARENT_PIPE"  # the end of a pipe that closes when this process goes
+_POLL_S = 0.05
+_SETTLE_S = 1.0  # after the first failure: time for the others to leave theirs, then for SIGTERM
+
+
+def launch(
+    words: Sequence[str], nproc: int, *, debug: bool, program: Sequence[str] = ("-m", "moe_tp")
+) -> int:
+    """Return the exit code of the run: the largest of the ranks', or that of the first failure.
+
+    Rank 0 has this process's stdout and stderr; the others' stdout is dropped, and their stderr
+    shown with `debug`, or in part where a rank dies without a word.
+
+    Args:
+        words: the command line after the program's name.
+        nproc: number of ranks.
+        debug: show tracebacks.
+        program: what the interpreter runs in each rank, before `words`.
+    """
+    command = [sys.executable, *program, *words]
+    with tempfile.TemporaryDirectory(prefix="moe_tp_run_") as name, _parent_pipe() as pipe:
+        folder = Path(name)
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            with _terminable():
+                ranks += [
+                    _start(command, rank, nproc, folder, pipe, debug) for rank in range(nproc)
+                ]
+                failure = _watch(ranks, folder)
+        finally:
+            _end(ranks)
+        if failure is None:
+            return max(rank.returncode for rank in ranks)
+        if debug and failure.trace:
+            print(failure.trace, file=sys.stderr)
+        print(_sentence(failure), file=sys.stderr)
+        return failure.code
+
+
+def _start(
+    command: Sequence[str], rank: int, nproc: int, folder: Path, pipe: int, debug: bool
+) -> subprocess.Popen[bytes]:
+    env = {
+        **os.environ,
+        RUN_FOLDER: str(folder),
+        PARENT_PIPE: str(pipe),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+    }
+    env.setdefault("OMP_NUM_THREADS", "1")
+    if rank == 0:
+        return subprocess.Popen(command, env=env, pass_fds=[pipe])
+    with open(folder / f"stderr-{rank}", "wb") as quiet:
+        return subprocess.Popen(
+            command,
+            env=env,
+            pass_fds=[pipe],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=None if debug else quiet,
+        )
+
+
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> Failure | None:
+    """Return the first cause of failure as soon as it is known, or None when all ranks are done."""
+    deaths: dict[int, Failure] = {}
+    first_seen: float | None = None
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        left = read(folder)
+        told = {failure.rank for failure in left}
+        for rank, code in enumerate(codes):
+            if code and rank not in told and rank not in deaths and not _finished(folder, rank):
+                deaths[rank] = _death(rank, code, folder)
+        failures = [*left, *(death for rank, death in deaths.items() if rank not in told)]
+        if failures and first_seen is None:
+            first_seen = time.monotonic()
+        ended = None not in codes
+        if failures and first_seen is not None:
+            settled = time.monotonic() - first_seen > _SETTLE_S
+            if ended or settled:
+                return first_cause(failures)
+        elif ended:
+            return None
+        time.sleep(_POLL_S)
+
+
+def _finished(folder: Path, rank: int) -> bool:
+    """Return whether the rank ended by itself with a non-zero exit code, as a failed check does."""
+    return (folder / f"done-{rank}").exists()
+
+
+def _death(rank: int, code: int, folder: Path) -> Failure:
+    """Return the failure of a rank that left no word, with the end of its stderr."""
+    how = f"exit code {code}"
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            how = f"signal {signal.Signals(-code).name}"
+    stderr = folder / f"stderr-{rank}"
+    last = stderr.read_text(errors="replace").strip()[-2000:] if stderr.exists() else ""
+    hint = "; out of memory is the usual reason" if code == -signal.SIGKILL else ""
+    said = f"; its last words: {last.splitlines()[-1]}" if last else ""
+    return Failure(
+        rank=rank,
+        when=time.time(),
+        kind="RankDied",
+        message=f"died with {how}{hint}{said}",
+        trace=last,
+        expected=True,
+    )
+
+
+def _sentence(failure: Failure) -> str:
+    text = failure.message or "no message"
+    if failure.expected:
+        return f"moe-tp: rank {failure.rank}: error: {text}"
+    return f"moe-tp: rank {failure.rank}: error: {failure.kind}: {text} (--debug shows where)"
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End every rank that still runs, first with SIGTERM."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.terminate()
+    deadline = time.monotonic() + _SETTLE_S
+    for rank in ranks:
+        try:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+
+
+@contextlib.contextmanager
+def _parent_pipe() -> Iterator[int]:
+    """Have the reading end of a pipe whose writing end only this process holds."""
+    reading, writing = os.pipe()
+    try:
+        yield reading
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Turn SIGTERM into KeyboardInterrupt, so that the ranks are ended and the folder removed."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,218 @@
+"""Options that commands share: the layout, the runtime, the mesh made of them, and results."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_tp.errors import ConfigError
+from moe_tp.parallel.layout import ParallelLayout, Runtime
+from moe_tp.parallel.mesh import Mesh
+
+__all__ = [
+    "add_json_argument",
+    "add_layout_arguments",
+    "is_first_rank",
+    "layout_of",
+    "make_mesh",
+    "parse_dtype",
+    "runtime_of",
+    "say",
+    "write_json",
+]
+
+_DEGREES = {
+    "dp": "data-parallel replicas (default: fill the ranks)",
+    "cp": "ranks that share a sequence",
+    "tp": "ranks that split attention, vocabulary and dense layers",
+    "pp": "pipeline stages",
+    "ep": "ranks that share the experts of a layer",
+    "etp": "ranks that split each expert",
+    "zero": "ZeRO stage, 0 to 3",
+}
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float64": torch.float64,
+    "fp64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the layout's degrees, --runtime, --nproc and --device."""
+    group = parser.add_argument_group("layout")
+    for name, help_text in _DEGREES.items():
+        group.add_argument(f"--{name}", type=int, metavar="N", help=help_text)
+    group.add_argument(
+        "--runtime",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="how the layout is run, as in recompute=full; may be repeated",
+    )
+    group.add_argument(
+        "--nproc", type=_positive, default=1, metavar="N", help="start N ranks on this machine"
+    )
+    group.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: a GPU for each rank where there are enough, else the CPU",
+    )
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --json."""
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result as JSON to FILE, or - for stdout"
+    )
+
+
+def layout_of(options: argparse.Namespace, base: Mapping[str, Any] | None = None) -> ParallelLayout:
+    """Return the layout asked for.
+
+    Args:
+        options: parsed arguments; a degree given there wins.
+        base: degrees from a config file.
+    """
+    degrees = dict(base or {})
+    unknown = sorted(set(degrees) - set(_DEGREES))
+    if unknown:
+        raise ConfigError(
+            f"parallel.{unknown[0]} is no degree of a layout; choose among {', '.join(_DEGREES)}"
+        )
+    given = {name: getattr(options, name) for name in _DEGREES}
+    degrees.update({name: value for name, value in given.items() if value is not None})
+    return ParallelLayout(**degrees)
+
+
+def runtime_of(options: argparse.Namespace, base: Mapping[str, Any] | None = None) -> Runtime:
+    """Return the runtime asked for.
+
+    Args:
+        options: parsed arguments; a key given with --runtime wins.
+        base: settings from a config file.
+    """
+    settings: dict[str, Any] = dict(base or {})
+    for item in options.runtime:
+        key, found, value = item.partition("=")
+        if not found:
+            raise ConfigError(f"--runtime {item} has no value; write --runtime {item}=VALUE")
+        settings[key] = value
+    hints = typing.get_type_hints(Runtime)
+    known = [field.name for field in dataclasses.fields(Runtime)]
+    for key, value in settings.items():
+        if key not in known:
+            raise ConfigError(
+                f"runtime setting {key!r} is unknown; choose among {', '.join(known)}"
+            )
+        if isinstance(value, str):
+            settings[key] = _coerce(key, value, hints[key])
+    return Runtime(**settings)
+
+
+def make_mesh(
+    options: argparse.Namespace,
+    *,
+    layout: ParallelLayout | None = None,
+    runtime: Runtime | None = None,
+) -> Mesh:
+    """Return the mesh over the ranks of this run, or of one process.
+
+    Args:
+        options: parsed arguments of a command whose `run` the main function called.
+        layout: None takes that of the options.
+        runtime: None takes that of the options.
+
+    Collectives: those of `Mesh`, where the run has ranks.
+    """
+    layout = layout or layout_of(options)
+    runtime = runtime or runtime_of(options)
+    if dist.is_initialized():
+        return Mesh(layout, runtime, options.torch_device)
+    try:
+        whole = layout.resolve(1)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; --nproc N starts N ranks on this machine") from None
+    if whole.zero:
+        raise ConfigError(
+            f"zero={whole.zero} shards over data-parallel ranks and there is one process; "
+            "leave --zero out, or start more ranks with --nproc"
+        )
+    return Mesh.single(runtime, options.torch_device)
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """Return the dtype of a name, as bfloat16 or bf16."""
+    name = text.lower().removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype {text!r} is unknown; choose among {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def is_first_rank() -> bool:
+    """Return whether this process prints and writes results."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def say(options: argparse.Namespace, text: str) -> None:
+    """Print a line for people: on rank 0, and not where stdout carries JSON."""
+    if is_first_rank() and getattr(options, "json", None) != "-":
+        print(text, flush=True)
+
+
+def write_json(options: argparse.Namespace, result: Mapping[str, Any]) -> None:
+    """Write the result where --json says, on rank 0."""
+    if options.json is None or not is_first_rank():
+        return
+    text = json.dumps(result, indent=2)
+    if options.json == "-":
+        print(text)
+    else:
+        Path(options.json).write_text(text + "\n", encoding="utf-8")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks; choose 1 or more")
+    return number
+
+
+def _coerce(key: str, text: str, hint: Any) -> Any:
+    """Return the value that a text stands for in a field of this type."""
+    if typing.get_origin(hint) is typing.Literal:
+        choices = typing.get_args(hint)
+        if text not in choices:
+            raise ConfigError(
+                f"runtime {key}={text!r} is unknown; choose among {', '.join(choices)}"
+            )
+        return text
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        if text.lower() == "none":
+            return None
+        (hint,) = [part for part in typing.get_args(hint) if part is not type(None)]
+        return _coerce(key, text, hint)
+    if hint is bool:
+        if text.lower() not in ("true", "false", "1", "0"):
+            raise ConfigError(f"runtime {key}={text!r} must be true or false")
+        return text.lower() in ("true", "1")
+    if hint is torch.dtype:
+        return parse_dtype(text)
+    try:
+        return hint(text)
+    except ValueError:
+        raise ConfigError(f"runtime {key}={text!r} must be of type {hint.__name__}") from None
