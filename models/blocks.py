@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from moe_tp.experts.activation import Activation, ClampedSwiGLU
+from moe_tp.experts.activation import activation as activation_of
 from moe_tp.experts.mlp import GatedMLP
-from moe_tp.experts.moe import MoE, MoEAux
+from moe_tp.experts.moe import MoE, MoEAux, Sequences
 from moe_tp.models.attention import Attention
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.mla import LatentAttention
@@ -29,11 +31,14 @@ class Call:
     Args:
         tokens: the batch.
         seed, step: of the dropout masks.
+        step_tokens: real tokens of the whole optimiser step, for router losses that add up over
+            its micro-batches; None: they are means over this call.
     """
 
     tokens: Tokens
     seed: int
     step: int
+    step_tokens: int | None = None
 
     def key(self, layer: int, site: str, token_ids: torch.Tensor) -> DropoutKey:
         """Return the identity of one dropout site of one layer."""
@@ -88,7 +93,14 @@ class Block(nn.Module):
         if self.config.is_dense(self.layer):
             return self.mlp(x_TD), None
         tokens = call.tokens
-        y_TD, aux = self.moe(x_TD, mask=tokens.mask_T, token_ids=tokens.ids_T)
+        y_TD, aux = self.moe(
+            x_TD,
+            mask=tokens.mask_T,
+            token_ids=tokens.ids_T,
+            key=call.key(self.layer, "router", tokens.token_ids_T) if self.training else None,
+            sequences=Sequences(sequence_T=tokens.sequence_T, count=tokens.batch),
+            step_tokens=call.step_tokens,
+        )
         return y_TD, aux
 
     def _join(self, x_TD: torch.Tensor, y_TD: torch.Tensor, site: str, call: Call) -> torch.Tensor:
@@ -104,4 +116,21 @@ class Block(nn.Module):
 def make_moe(config: ModelConfig, layer: int, mesh: Mesh, *, dtype: torch.dtype) -> MoE:
     """Return the experts of one layer."""
     moe = config.moe
-    return MoE(config.dim, moe.expert_dim, moe.router, mesh)
+    activation: Activation = activation_of(moe.activation)
+    if isinstance(activation, ClampedSwiGLU):
+        activation = ClampedSwiGLU(alpha=moe.activation_alpha, limit=moe.activation_limit)
+    return MoE(
+        config.dim,
+        moe.expert_dim,
+        moe.router,
+        mesh,
+        shared_dim=moe.shared_dim,
+        shared_gate=moe.shared_gate,
+        activation=activation,
+        expert_bias=moe.expert_bias,
+        dtype=dtype,
+        init=Init(value=config.init_std),
+        layer=layer,
+        even_tokens=True,
+        seed=0,
+    )

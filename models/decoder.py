@@ -210,6 +210,7 @@ class Decoder(nn.Module):
         target_tokens: int | torch.Tensor | None = None,
         step: int = 0,
         sample_offset: int = 0,
+        step_tokens: int | None = None,
         return_logits: bool | None = None,
     ) -> Output:
         """Return loss, router losses and logits of one batch; collective.
@@ -225,6 +226,7 @@ class Decoder(nn.Module):
             target_tokens: what the loss is divided by; None: the targets of this call on all ranks.
             step, sample_offset: seed dropout; the offset is the number of the first row in the
                 global batch.
+            step_tokens: real tokens of the step on all ranks, for router losses over the step.
             return_logits: None: where there are no labels.
 
         Raises:
@@ -248,6 +250,7 @@ class Decoder(nn.Module):
             position_ids,
             step=step,
             sample_offset=sample_offset,
+            step_tokens=step_tokens,
         )
         x_TD, layer_aux = self.run_layers(self.embed_tokens(call), call)
         x_TD = self.final_norm(x_TD)
@@ -267,6 +270,7 @@ class Decoder(nn.Module):
         *,
         step: int = 0,
         sample_offset: int = 0,
+        step_tokens: int | None = None,
     ) -> Call:
         """Return what the layers of one call share, from checked tensors; see `forward`."""
         tokens = prepare(
@@ -279,7 +283,7 @@ class Decoder(nn.Module):
             position_ids,
             sample_offset,
         )
-        return Call(tokens=tokens, seed=self.seed, step=step)
+        return Call(tokens=tokens, seed=self.seed, step=step, step_tokens=step_tokens)
 
     def embed_tokens(self, call: Call) -> torch.Tensor:
         """Return `[T, D]`, the embeddings of owned tokens.

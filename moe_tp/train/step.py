@@ -67,7 +67,7 @@ def forward_backward(
 
     The loss is the sum over all targets of the step divided by their number, on whatever ranks and
     in whatever micro-batches they lie. Router losses are those of each micro-batch over the union
-    of its ranks, averaged over the micro-batches.
+    of its ranks, averaged over the micro-batches; with `global_batch` their sum is the step's.
 
     Args:
         model: the model.
@@ -89,6 +89,7 @@ def forward_backward(
     aux: Aux | None = None
     logits: list[torch.Tensor] = []
     offset = plan.first_sample
+    whole_step = model.config.moe.router.balance_kind == "global_batch"
     with torch.set_grad_enabled(backward):
         for m in range(plan.num_micro_batches):
             own = m < len(micro_batches)
@@ -100,9 +101,10 @@ def forward_backward(
                 **batch,
                 target_tokens=plan.target_tokens,
                 step=step,
+                step_tokens=plan.step_tokens if whole_step else None,
                 return_logits=return_logits,
             )
-            share = out.aux.loss / plan.num_micro_batches
+            share = out.aux.loss / (1 if whole_step else plan.num_micro_batches)
             if backward:
                 (out.loss + share).backward()
             loss = loss + out.loss.detach()
@@ -128,6 +130,7 @@ class _Plan:
     """What all dp ranks know of the step: its targets, its length, where this rank's rows begin."""
 
     target_tokens: int
+    step_tokens: int
     num_micro_batches: int
     first_sample: int
 
@@ -135,10 +138,10 @@ class _Plan:
 def _agree(model: Decoder, micro_batches: Sequence[MicroBatch]) -> _Plan:
     """Return the plan of a step.
 
-    Collectives: all-gather of four integers over dp.
+    Collectives: all-gather of five integers over dp.
     """
     problem: str | None = None
-    targets = samples = 0
+    targets = samples = tokens = 0
     for m, batch in enumerate(micro_batches):
         tensors = [batch.get(name) for name in _TENSORS]
         if tensors[0] is None:
@@ -149,11 +152,12 @@ def _agree(model: Decoder, micro_batches: Sequence[MicroBatch]) -> _Plan:
             problem = f"micro-batch {m}: {found}"
             break
         samples += tensors[0].shape[0]
+        tokens += tensors[0].numel() if tensors[2] is None else int(tensors[2].bool().sum())
         if tensors[1] is not None:
             targets += int((next_token_targets(*tensors[1:]) != IGNORE).sum())
     group = model.mesh.group("dp")
     mine = torch.tensor(
-        [[len(micro_batches), targets, samples, int(problem is not None)]],
+        [[len(micro_batches), targets, samples, int(problem is not None), tokens]],
         device=model.mesh.device,
     )
     numbers = raw_all_gather(mine, group).tolist()
@@ -161,9 +165,12 @@ def _agree(model: Decoder, micro_batches: Sequence[MicroBatch]) -> _Plan:
         raise DataError(problem)
     bad = [group.ranks[i] for i, row in enumerate(numbers) if row[3]]
     if bad:
-        raise DataError(f"rank {bad[0]} was given a batch that cannot be used; its message says why")
+        raise DataError(
+            f"rank {bad[0]} was given a batch that cannot be used; its message says why"
+        )
     return _Plan(
         target_tokens=sum(row[1] for row in numbers),
+        step_tokens=sum(row[4] for row in numbers),
         num_micro_batches=max(row[0] for row in numbers),
         first_sample=sum(row[2] for row in numbers[: group.rank]),
     )
