@@ -106,9 +106,7 @@ class GeluGLU:
         out_NF.mul_(up_NF)
 
     def backward_into(self, step: ActivationStep) -> None:
-        torch.ops.aten.gelu.out(
-            step.gate_NF, approximate=self.approximate, out=step.d_up_NF
-        )
+        torch.ops.aten.gelu.out(step.gate_NF, approximate=self.approximate, out=step.d_up_NF)
         torch.mul(step.d_up_NF, step.up_NF, out=step.hidden_NF)
         step.weigh()
         step.d_up_NF.mul_(step.grad_NF)

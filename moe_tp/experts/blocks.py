@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_tp.experts import workspace
+from moe_tp.experts.rows import plan_sums, sum_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +83,9 @@ class Block:
         if self.ends_e is None:
             # a row meets an expert at most once, so no two additions meet here
             return out_RD.index_add_(0, row_n, y_nD.to(out_RD.dtype))
-        num_rows = out_RD.shape[0]
         if self.valid_P1 is not None:
-            row_n = torch.where(self.valid_P1[:, 0], row_n, num_rows)
-        sorted_rows, order = torch.sort(row_n, stable=True)
-        bounds = torch.searchsorted(sorted_rows, torch.arange(num_rows + 1, device=row_n.device))
-        summed = torch.embedding_bag(
-            y_nD.to(out_RD.dtype), order, bounds, mode=0, include_last_offset=True
-        )[0]
-        return out_RD.add_(summed)
+            row_n = torch.where(self.valid_P1[:, 0], row_n, out_RD.shape[0])
+        return out_RD.add_(sum_rows(y_nD.to(out_RD.dtype), plan_sums(row_n, out_RD.shape[0])))
 
 
 def make_blocks(

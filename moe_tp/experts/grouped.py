@@ -173,7 +173,10 @@ def _loop(
             gate_NF = gate_NF + terms.scale * F.linear(F.linear(x_ND, a[0]), b[0])
             up_NF = up_NF + terms.scale * F.linear(F.linear(x_ND, a[-1]), b[1])
         if gate_up_bias_e2F is not None:
-            gate_NF, up_NF = gate_NF + gate_up_bias_e2F[place, 0], up_NF + gate_up_bias_e2F[place, 1]
+            gate_NF, up_NF = (
+                gate_NF + gate_up_bias_e2F[place, 0],
+                up_NF + gate_up_bias_e2F[place, 1],
+            )
         hidden_NF = (weight_N1 * activation.apply(gate_NF, up_NF)).to(x_ND.dtype)
         y_ND = F.linear(hidden_NF, down)
         if terms.down_a is not None and terms.down_b is not None:

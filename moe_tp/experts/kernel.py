@@ -211,9 +211,7 @@ def _backward_down(
 ) -> torch.Tensor:
     """Return the pre-activations' gradient `[n, 2F]`, after the down projection's own gradients."""
     count, dtype, size = dy_nD.shape[0], dy_nD.dtype, weights.hidden
-    d_hidden_nF = block.nn(
-        dy_nD, weights.down_eDF, scratch.get("d_hidden", count, size, dtype)
-    )
+    d_hidden_nF = block.nn(dy_nD, weights.down_eDF, scratch.get("d_hidden", count, size, dtype))
     low_grad_nr = None
     if weights.down_a is not None and weights.down_b is not None:
         low_grad_nr = block.nn(dy_nD, weights.down_b).mul_(weights.scale)
@@ -362,9 +360,7 @@ class ExpertKernel(Function):
                 block, dy_nD, weight_P[pairs], gate_up_nN, weights, grads, d_weight_n, scratch,
                 options.activation,
             )  # fmt: skip
-            dx_nD = _backward_gate_up(
-                block, x_nD, d_gate_up_nN, weights, grads, scratch, want_rows
-            )
+            dx_nD = _backward_gate_up(block, x_nD, d_gate_up_nN, weights, grads, scratch, want_rows)
             if d_rows_RD is not None and dx_nD is not None:
                 d_rows_RD = block.add_to_rows(d_rows_RD, row_n, dx_nD)
             if block.valid_P1 is not None:

@@ -1,0 +1,37 @@
+"""Which dispatcher a mesh runs."""
+
+from __future__ import annotations
+
+from moe_tp.errors import ConfigError
+from moe_tp.experts.all_gather import AllGatherDispatcher
+from moe_tp.experts.all_to_all import AllToAllDispatcher
+from moe_tp.experts.dispatch import Dispatcher
+from moe_tp.experts.local import LocalDispatcher
+from moe_tp.parallel.mesh import Mesh
+from moe_tp.routing.table import ExpertTable
+
+NAMES = ("auto", "local", "all_to_all", "all_gather")
+
+
+def make_dispatcher(mesh: Mesh, table: ExpertTable) -> Dispatcher:
+    """Return the dispatcher that `mesh.runtime` names; `auto` moves nothing where it need not.
+
+    Args:
+        mesh: the mesh.
+        table: which slot holds which expert.
+
+    Raises:
+        ConfigError: the name is unknown, or the dispatcher cannot serve the mesh.
+    """
+    name, wire = mesh.runtime.dispatcher, mesh.runtime.wire_dtype
+    if name == "auto":
+        name = "local" if mesh.size("ep") * mesh.size("etp") == 1 else "all_to_all"
+    if name == "local":
+        return LocalDispatcher(mesh, table)
+    if name == "all_to_all":
+        return AllToAllDispatcher(mesh, table, wire)
+    if name == "all_gather":
+        return AllGatherDispatcher(mesh, table, wire)
+    raise ConfigError(
+        f"dispatcher={mesh.runtime.dispatcher!r} is not known; choose one of {', '.join(NAMES)}"
+    )

@@ -1,0 +1,138 @@
+"""The experts of one layer as parameters on a mesh.
+
+Letters: R rows · D width · F expert hidden · E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from moe_tp.errors import ConfigError
+from moe_tp.experts.activation import Activation, SwiGLU
+from moe_tp.experts.dispatch import Received
+from moe_tp.experts.grouped import BACKENDS, Backend, LowRank, experts_forward
+from moe_tp.parallel.mesh import Mesh
+from moe_tp.parallel.parameter import ZEROS, Init, ParallelModule, ParamSpec
+from moe_tp.routing.table import ExpertTable
+
+
+class Adapter(Protocol):
+    """What LoRA puts on the experts: `GroupedExperts.adapter` holds one."""
+
+    def terms(self) -> LowRank:
+        """Return this rank's low-rank terms, on the autograd path, in the compute dtype."""
+        ...
+
+
+class GroupedExperts(ParallelModule):
+    """All experts of a layer: `gate_up [E, 2, F, D]` and `down [E, D, F]`.
+
+    E is split over ep (by the expert table's slots), F over etp.
+
+    Args:
+        dim: D.
+        expert_dim: F, over all ranks.
+        table: which slot holds which expert.
+        mesh: the mesh.
+        dtype: parameter dtype.
+        bias: biases on both projections.
+        activation: of gate and up.
+        init: first values of the weights.
+
+    Raises:
+        ConfigError: etp does not divide F, or the mesh's back end is unknown.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        expert_dim: int,
+        table: ExpertTable,
+        mesh: Mesh,
+        *,
+        dtype: torch.dtype = torch.float32,
+        bias: bool = False,
+        activation: Activation | None = None,
+        init: Init | None = None,
+    ) -> None:
+        super().__init__(mesh)
+        etp, experts = mesh.size("etp"), table.num_experts
+        if expert_dim % etp:
+            raise ConfigError(
+                f"expert_dim={expert_dim} does not split over etp={etp}; choose etp among the "
+                f"divisors of {expert_dim}"
+            )
+        if mesh.runtime.experts not in BACKENDS:
+            raise ConfigError(
+                f"experts={mesh.runtime.experts!r} is no back end of the expert compute; choose "
+                f"one of {', '.join(BACKENDS)}"
+            )
+        self.table = table
+        self.activation = activation or SwiGLU()
+        self.adapter: Adapter | None = None
+        self._dtype = dtype
+        shards, slots = {"ep": 0, "etp": 2}, table.slots
+        shapes = {"gate_up": (experts, 2, expert_dim, dim), "down": (experts, dim, expert_dim)}
+        for name, shape in shapes.items():
+            spec = ParamSpec(
+                shape=shape, shards=shards, domain="expert", init=init or Init(), slots=slots
+            )
+            self.add_parameter(name, spec, dtype)
+        if bias:
+            spec = ParamSpec(
+                shape=(experts, 2, expert_dim),
+                shards=shards,
+                domain="expert",
+                init=ZEROS,
+                role="bias",
+                slots=slots,
+            )
+            self.add_parameter("gate_up_bias", spec, dtype)
+            # whole on every etp rank, added by the first: the others' gradient is zero
+            spec = ParamSpec(
+                shape=(experts, dim),
+                shards={"ep": 0},
+                domain="expert",
+                partial=True,
+                init=ZEROS,
+                role="bias",
+                slots=slots,
+            )
+            self.add_parameter("down_bias", spec, dtype)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype in which rows must arrive."""
+        return self.mesh.runtime.compute_dtype or self.gate_up.dtype
+
+    def forward(
+        self, rows_RD: torch.Tensor, pair_weight_P: torch.Tensor, received: Received
+    ) -> torch.Tensor:
+        """Return `[R, D]`, each row's partial sum in fp32 (fp64 for fp64).
+
+        Args:
+            rows_RD, pair_weight_P: of `received`; apart so that wrappers see the tensors.
+            received: rows and pairs.
+
+        Collectives: none.
+        """
+        received = replace(received, rows_RD=rows_RD, pair_weight_P=pair_weight_P)
+        backend: Backend = self.mesh.runtime.experts  # type: ignore[assignment]  # checked above
+        biases: list[torch.Tensor | None] = [None, None]
+        if "gate_up_bias" in self.specs:
+            once = 1.0 if self.mesh.coordinate("etp") == 0 else 0.0
+            biases = [self.local("gate_up_bias"), self.local("down_bias") * once]
+        return experts_forward(
+            received,
+            self.local("gate_up"),
+            self.local("down"),
+            activation=self.activation,
+            gate_up_bias_e2F=biases[0],
+            down_bias_eD=biases[1],
+            adapter=None if self.adapter is None else self.adapter.terms(),
+            backend=backend,
+            recompute=self.mesh.runtime.recompute == "selective",
+        )

@@ -1,0 +1,187 @@
+"""The Mixture-of-Experts layer.
+
+Letters: T tokens on this rank · D width · F expert hidden · E experts.
+
+A call, in six steps: the router scores the owned tokens; dispatch moves rows to the experts; the
+experts compute one partial sum a row; combine brings the sums back; the shared expert adds its
+own; the losses that keep the load even are worked out over all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from moe_tp.errors import ConfigError
+from moe_tp.experts.activation import Activation
+from moe_tp.experts.activation import activation as activation_of
+from moe_tp.experts.dispatch import Dispatcher
+from moe_tp.experts.dispatchers import make_dispatcher
+from moe_tp.experts.host import check_host
+from moe_tp.experts.layer import GroupedExperts
+from moe_tp.experts.losses import MoEAux, Sequences, router_losses
+from moe_tp.experts.mlp import GatedMLP
+from moe_tp.experts.router import Router, count_load, update_router_bias
+from moe_tp.log import warn_once
+from moe_tp.parallel.collectives import raw_all_reduce
+from moe_tp.parallel.linear import ReplicatedLinear
+from moe_tp.parallel.mesh import Mesh
+from moe_tp.parallel.parameter import Init, ParallelModule, initialise
+from moe_tp.parallel.random import DropoutKey
+from moe_tp.routing.config import RouterConfig
+from moe_tp.routing.table import ExpertTable
+
+__all__ = ["GroupedExperts", "MoE", "MoEAux", "Router", "Sequences", "update_router_bias"]
+
+
+class MoE(nn.Module):
+    """Routed experts over ep x etp, with an optional shared expert over tp.
+
+    In a user's own model: leave its parameters to this library (`prepare_for_ddp`, or
+    `fully_shard(..., ignored_params=set(library_parameters(model)))`), and call
+    `settle_gradients(model)` after the last backward of a step.
+
+    Args:
+        dim: D.
+        expert_dim: F, over all ranks.
+        router: how tokens choose experts.
+        mesh: the mesh.
+        num_shared: shared experts, computed as one of `num_shared * expert_dim` hidden.
+        shared_dim: hidden size of the shared expert, where it is no multiple of F.
+        shared_gate: scale the shared expert's output by a sigmoid of the token.
+        gradient: the host's convention: `sum` for losses that are a sum over ranks, `mean` where
+            it averages gradients over ranks (DDP and FSDP2 by default).
+        activation: of experts and shared expert, by name or as an object.
+        expert_bias: biases on both projections of the experts.
+        dtype: parameter dtype; the router keeps fp32.
+        init: first values of all weights.
+        layer: number of the layer, for messages and noise.
+        table: placement of the experts; None is contiguous.
+        dispatcher: a dispatcher of the user's own; None takes what the mesh's runtime names.
+        even_tokens: all ranks of tp always bring equally many tokens.
+        seed: of the first values; None draws one and agrees on it.
+
+    Raises:
+        ConfigError: experts or widths do not fit the mesh.
+
+    Collectives: an all-reduce of the seed over the owners where none is given.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        expert_dim: int,
+        router: RouterConfig,
+        mesh: Mesh,
+        *,
+        num_shared: int = 0,
+        shared_dim: int | None = None,
+        shared_gate: bool = False,
+        gradient: Literal["sum", "mean"] = "sum",
+        activation: str | Activation = "silu",
+        expert_bias: bool = False,
+        dtype: torch.dtype = torch.float32,
+        init: Init | None = None,
+        layer: int = 0,
+        table: ExpertTable | None = None,
+        dispatcher: Dispatcher | None = None,
+        even_tokens: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        if gradient not in ("sum", "mean"):
+            raise ConfigError(f"gradient={gradient!r} is not a convention; choose 'sum' or 'mean'")
+        self.dim, self.mesh, self.config, self.layer = dim, mesh, router, layer
+        act = activation_of(activation) if isinstance(activation, str) else activation
+        self.table = table or ExpertTable(router.num_experts, mesh.size("ep"))
+        self.router = Router(dim, router, mesh, dtype=dtype, init=init, layer=layer)
+        self.experts = GroupedExperts(
+            dim, expert_dim, self.table, mesh,
+            dtype=dtype, bias=expert_bias, activation=act, init=init,
+        )  # fmt: skip
+        self.dispatcher = dispatcher or make_dispatcher(mesh, self.table)
+        hidden = num_shared * expert_dim if shared_dim is None else shared_dim
+        self.shared = self.shared_gate = None
+        if hidden:
+            self.shared = GatedMLP(
+                dim, hidden, mesh,
+                dtype=dtype, activation=act, init=init, even_tokens=even_tokens,
+            )  # fmt: skip
+        if shared_gate:
+            if not hidden:
+                raise ConfigError("shared_gate=True has no shared expert; set num_shared")
+            self.shared_gate = ReplicatedLinear(dim, 1, mesh, dtype=dtype, init=init)
+        self._host_ranks = mesh.size("stage") if gradient == "mean" else 1
+        for module in self.modules():
+            if isinstance(module, ParallelModule):
+                module.gradient_scale = 1.0 / self._host_ranks
+        if router.kind == "expert_choice":
+            warn_once(
+                "expert_choice",
+                "kind='expert_choice' lets a token's experts depend on later tokens: a causal "
+                "model then trains on what it cannot see when it generates",
+            )
+        if not torch.empty(0).is_meta:
+            initialise(self, _agreed_seed(mesh) if seed is None else seed)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        token_ids: torch.Tensor | None = None,
+        *,
+        key: DropoutKey | None = None,
+        sequences: Sequences | None = None,
+        step_tokens: torch.Tensor | int | None = None,
+        replay: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, MoEAux]:
+        """Return the layer's output, of x's shape and dtype, and what the router has to say.
+
+        Args:
+            x: `[..., D]`, this rank's own tokens, any number of them.
+            mask: bool, x's shape without D: True where a token is real; others give 0.
+            token_ids: vocabulary ids, for `kind="hash"`.
+            key: makes the router's noise a function of the token; None draws from torch.
+            sequences: which token is of which sequence, for the loss of each sequence.
+            step_tokens: real tokens of the whole optimiser step, for losses that add up over its
+                micro-batches; None: the losses are means over this call's tokens.
+            replay: `[T, K]` recorded choices to use again.
+
+        Collectives: those of the dispatcher over ep and etp, of the shared expert over tp, and of
+        the losses over all owners of tokens.
+        """
+        check_host(self)
+        x_TD = x.reshape(-1, self.dim)
+        mask_T = None if mask is None else mask.reshape(-1)
+        ids_T = None if token_ids is None else token_ids.reshape(-1)
+
+        assignment = self.router(x_TD, mask_T=mask_T, token_ids_T=ids_T, key=key, replay_TK=replay)
+        received = self.dispatcher.dispatch(x_TD.to(self.experts.compute_dtype), assignment)
+        partial_RD = self.experts(received.rows_RD, received.pair_weight_P, received)
+        y_TD = self.dispatcher.combine(partial_RD, received).to(x.dtype)
+        y_TD = y_TD + self._shared(x_TD, mask_T)
+        aux = router_losses(
+            assignment, self.config, self.mesh,
+            before_E=self.router.step_counts_E, sequences=sequences, step_tokens=step_tokens,
+            gradient_factor=self._host_ranks,
+        )  # fmt: skip
+
+        return count_load(y_TD, self.router, assignment).view(x.shape), aux
+
+    def _shared(self, x_TD: torch.Tensor, mask_T: torch.Tensor | None) -> torch.Tensor | float:
+        """Return the shared expert's output, 0 without one and in masked rows."""
+        if self.shared is None:
+            return 0.0
+        y_TD: torch.Tensor = self.shared(x_TD)
+        if self.shared_gate is not None:
+            gate_T1 = torch.sigmoid(self.shared_gate(x_TD))
+            y_TD = y_TD * gate_T1.to(y_TD.dtype)
+        return y_TD if mask_T is None else torch.where(mask_T[:, None], y_TD, 0.0)
+
+
+def _agreed_seed(mesh: Mesh) -> int:
+    """Return a seed from torch's generator, the same on all ranks."""
+    draw = torch.randint(1 << 62, (1,)).to(mesh.device)
+    return int(raw_all_reduce(draw, mesh.group("stage"), "max"))
