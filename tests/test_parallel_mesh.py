@@ -123,16 +123,20 @@ def zero_meshes() -> dict[str, Any]:
 
 def test_zero_leaves_the_replicas_axis_to_fsdp() -> None:
     """D11: with ZeRO, parameters that it shards are made without the replicas' axis."""
-    assert run_ranks(zero_meshes, 4) == [
-        {
-            "dense True": ("tp",),
-            "dense False": ("dp_cp", "tp"),
-            "expert True": ("ep", "etp"),
-            "expert False": ("edp", "ep", "etp"),
-            "dense": (("dp_cp",), 2),
-            "expert": (("edp",), 2),
-        }
-    ] * 4
+    assert (
+        run_ranks(zero_meshes, 4)
+        == [
+            {
+                "dense True": ("tp",),
+                "dense False": ("dp_cp", "tp"),
+                "expert True": ("ep", "etp"),
+                "expert False": ("edp", "ep", "etp"),
+                "dense": (("dp_cp",), 2),
+                "expert": (("edp",), 2),
+            }
+        ]
+        * 4
+    )
 
 
 def test_one_process_needs_no_group() -> None:
