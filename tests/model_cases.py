@@ -13,6 +13,10 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 64,
     "initializer_range": 0.2,
     "rms_norm_eps": 1e-5,
+    # transformers leaves the padding token's embedding without gradient, which is not the sum of
+    # its uses; here every token trains.
+    "pad_token_id": None,
+    "eos_token_id": None,
 }
 YARN: dict[str, Any] = {
     "rope_type": "yarn",

@@ -49,7 +49,9 @@ PUBLISHED = {
 def test_published_totals(where: tuple[str, str], billions: tuple[float, float]) -> None:
     """A preset has the published number of parameters, in all and for one token."""
     config = preset(*where)
-    for count, expected in zip((config.num_params(), config.num_active_params()), billions):
+    for count, expected in zip(
+        (config.num_params(), config.num_active_params()), billions, strict=True
+    ):
         digits = len(str(expected).split(".")[1])
         assert abs(count / 1e9 - expected) <= 0.501 * 10.0**-digits, (count, expected)
 
@@ -101,7 +103,7 @@ def test_written_config_is_read_by_transformers(case: str) -> None:
 
 
 def test_old_and_new_spelling_are_one_config() -> None:
-    base = {k: v for k, v in hub_config("mixtral").items()}
+    base = hub_config("mixtral")
     old = {**base, "rope_theta": 5e5, "rope_scaling": None, "torch_dtype": "float16"}
     new = {
         **base,
@@ -117,7 +119,7 @@ def test_old_and_new_spelling_are_one_config() -> None:
 
 
 def test_null_fields_take_the_family_default() -> None:
-    nulls = {name: None for name in ("head_dim", "sliding_window", "rope_scaling", "rms_norm_eps")}
+    nulls = dict.fromkeys(("head_dim", "sliding_window", "rope_scaling", "rms_norm_eps"))
     config = ModelConfig.from_hub({**hub_config("mixtral"), **nulls, "num_key_value_heads": None})
     assert config.attention.head_dim == 8
     assert config.attention.num_kv_heads == 4
