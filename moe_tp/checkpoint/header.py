@@ -85,13 +85,14 @@ def header_length(start: bytes, file: str, file_size: int) -> int:
             f"{file}: expected a safetensors file, found {file_size} bytes, which is less than its "
             f"{LENGTH_BYTES}-byte header length; copy or download the file again"
         )
-    if start[:2] == b"PK" or start[:1] == b"\x80":
+    (length,) = struct.unpack("<Q", start[:LENGTH_BYTES])
+    room = min(file_size - LENGTH_BYTES, MAX_HEADER)
+    # Only where the length is no length: that of one safetensors header in 32 begins with 0x80 too.
+    if not 2 <= length <= room and (start[:2] == b"PK" or start[:1] == b"\x80"):
         raise CheckpointError(
             f"{file}: expected a safetensors file, found a pickle or zip archive, which could run "
             f"code; convert it to safetensors with the tool that made it"
         )
-    (length,) = struct.unpack("<Q", start[:LENGTH_BYTES])
-    room = min(file_size - LENGTH_BYTES, MAX_HEADER)
     if not 2 <= length <= room:
         raise CheckpointError(
             f"{file}: expected a header of 2 to {room} bytes in a file of {file_size} bytes, found "
