@@ -1,4 +1,4 @@
-"""Small random hub folders for the tests of verify and the parity sweep, written with safetensors."""
+"""Small random hub folders for the tests of verify and for the parity sweep."""
 
 from __future__ import annotations
 

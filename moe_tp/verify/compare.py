@@ -1,4 +1,4 @@
-"""How two computations are compared and what the comparison says: errors, tolerances, the report."""
+"""How two computations are compared and what that says: errors, tolerances, the report."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 from moe_tp.errors import ConfigError
 
-__all__ = ["Findings", "Report", "Tolerances", "relative_error", "tolerances_for"]
+__all__ = ["Findings", "Report", "Tolerances", "judge", "relative_error", "tolerances_for"]
 
 _FLOOR = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerances:
-    """Largest relative errors that pass, and the score gap up to which a routing flip is rounding."""
+    """Largest relative errors that pass, and the score gap up to which a flip is rounding."""
 
     loss: float
     logits: float
@@ -80,7 +80,8 @@ class Findings:
         )
     )
     worst: tuple[float, str | None] = (0.0, None)
-    divergent: int | None = None
+    forward: dict[int, float] = field(default_factory=dict)  # error of each layer's output
+    backward: dict[int, float] = field(default_factory=dict)  # and of its worst gradient
     flips: int = 0
     widest_flip: float = 0.0
     notes: list[str] = field(default_factory=list)
@@ -88,6 +89,17 @@ class Findings:
     def meet(self, kind: str, error: float) -> None:
         """Keep an error if it is the largest of its kind."""
         self.errors[kind] = max(self.errors[kind], error)
+
+    def note(self, sentence: str) -> None:
+        """Keep a sentence, once."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def divergent_layer(self, limits: Tolerances) -> int | None:
+        """Return the layer to look at first, or None; see `Report.first_divergent_layer`."""
+        ahead = [i for i, e in self.forward.items() if not e <= limits.logits]
+        behind = [i for i, e in self.backward.items() if not e <= limits.gradients]
+        return min(ahead) if ahead else max(behind) if behind else None
 
     def compare_named(
         self, kind: str, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
@@ -104,7 +116,7 @@ class Findings:
         for name in sorted({*ours, *theirs}):
             if name not in ours or name not in theirs:
                 side = "the layout" if name not in ours else "the reference"
-                self.notes.append(f"{side} has no {kind} for {name}")
+                self.note(f"{side} has no {kind} for {name}")
                 errors[name] = math.inf
             else:
                 errors[name] = relative_error(ours[name], theirs[name], scale)
@@ -121,8 +133,8 @@ class Report:
         passed: every error and every flip within tolerance.
         layout: the resolved layout, as text.
         loss: `reference` and `layout`, of the first step.
-        max_relative_error: `logits`, `loss`, `gradients`, `grad_norm` and `weights`, over all steps;
-            `weights` is None without steps.
+        max_relative_error: `logits`, `loss`, `gradients`, `grad_norm` and `weights`, over all
+            steps; `weights` is None without steps.
         worst_parameter: hub name with the largest error of gradient or weight.
         first_divergent_layer: the first layer whose router scores or output differ; where the
             forward agrees, the last layer with a wrong gradient (backward starts at the last).

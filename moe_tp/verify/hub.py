@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from moe_tp.errors import CheckpointError
 __all__ = ["read_config", "read_tensors"]
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the folder's `config.json`.
 
     Args:
@@ -34,7 +35,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
-def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """Return every tensor of the folder by its hub name, as stored.
 
     Args:

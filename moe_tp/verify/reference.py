@@ -10,8 +10,8 @@ those leaves, experts run in a Python loop, attention is an explicit softmax.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class Reference:
                 self.weights[name] = tensor.to(dtype).clone().requires_grad_()
 
     @classmethod
-    def load(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> Reference:
+    def load(cls, path: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> Reference:
         """Return the model of a hub folder, every tensor in `dtype` (fp32 or fp64)."""
         config = read_config(path)
         return cls(read_tensors(path), config, dtype)
