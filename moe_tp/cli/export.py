@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from moe_tp.checkpoint import NameRules, save_hub
+from moe_tp.checkpoint import HubFolder, NameRules, export_folder
 from moe_tp.cli.options import (
     add_json_argument,
     add_layout_arguments,
@@ -15,9 +15,8 @@ from moe_tp.cli.options import (
     write_json,
 )
 from moe_tp.errors import ConfigError
-from moe_tp.models import ModelConfig, from_pretrained
-from moe_tp.models.families import rules_for
-from moe_tp.models.load import export_config
+from moe_tp.models import ModelConfig
+from moe_tp.models.families import model_types, rules_for
 
 _PER_EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -40,22 +39,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Return 0, having written the folder.
 
-    Collectives: those of `from_pretrained` and `save_hub`.
+    Collectives: those of `export_folder`.
     """
     dtype = parse_dtype(options.dtype) if options.dtype else None
     mesh = make_mesh(options)
-    model = from_pretrained(options.checkpoint, mesh)
-    rules = model.name_rules
-    if options.experts is not None:
-        rules = rules_in_form(model.config, options.experts)
-    report = save_hub(
-        model,
+    with HubFolder(options.checkpoint) as folder:
+        rules = rules_out = None
+        if folder.config.get("model_type") in model_types() or options.experts is not None:
+            config = ModelConfig.from_hub(folder.config)
+            rules = rules_for(config, folder.logical.keys())
+            if options.experts is not None:
+                rules_out = rules_in_form(config, options.experts)
+    report = export_folder(
+        options.checkpoint,
         options.out,
-        rules,
-        export_config(model, dtype),
+        mesh=mesh,
+        rules=rules,
+        rules_out=rules_out,
         dtype=dtype,
         max_shard_size=options.max_shard_size,
-        carry_from=model.source,
     )
     say(
         options,
