@@ -345,7 +345,8 @@ class Decoder(nn.Module):
         assert self.head is not None
         tokens = call.tokens
         logits_NV: torch.Tensor = self.head(x_TD, None, self.config.logit_scale)
-        return logits_NV[: tokens.batch * tokens.length].view(tokens.batch, tokens.length, -1)
+        rows_NV = logits_NV[: tokens.batch * tokens.length]
+        return rows_NV.view(tokens.batch, tokens.length, logits_NV.shape[-1])
 
     def gather_aux(self, layer_aux: dict[int, MoEAux]) -> Aux:
         """Return the routers' losses summed over layers and the load of each layer."""
