@@ -34,7 +34,7 @@ def local_device_mesh(device_type: str, axes: Sequence[str]) -> DeviceMesh:
 
     torch offers this only through private arguments; they are used here and nowhere else.
     """
-    grid = torch.zeros([1] * len(axes), dtype=torch.int)
+    grid = torch.zeros([1] * len(axes), dtype=torch.int, device="cpu")
     return DeviceMesh(device_type, grid, mesh_dim_names=tuple(axes), _init_backend=False, _rank=0)
 
 

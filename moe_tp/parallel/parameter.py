@@ -173,6 +173,8 @@ class ParallelModule(nn.Module):
         if target.dtype.itemsize >= 4:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         kept = [name for name, spec in self.specs.items() if spec.keep_fp32]
+        stores: tuple[dict[str, Any], ...] = (self._parameters, self._buffers)
+        order = [(store, list(store)) for store in stores]
         params = {name: self._parameters.pop(name) for name in kept}
         buffers = {name: self._buffers.pop(name) for name in self._fp32_buffers}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -182,6 +184,9 @@ class ParallelModule(nn.Module):
             self._parameters[name] = param
         for name, buffer in buffers.items():
             self._buffers[name] = None if buffer is None else buffer.to(target.device)
+        for store, names in order:  # optimiser state is saved by position
+            for name in names:
+                store[name] = store.pop(name)
         return self
 
 
