@@ -11,7 +11,7 @@ import torch
 
 from moe_tp.errors import ConfigError
 
-__all__ = ["Findings", "Report", "Tolerances", "judge", "relative_error", "tolerances_for"]
+__all__ = ["Findings", "Report", "Tolerances", "relative_error", "tolerances_for"]
 
 _FLOOR = 1e-6
 
@@ -70,6 +70,56 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor, scale: float) -> fl
     return error if math.isfinite(error) else math.inf
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The verdict of `verify`, the same on every rank.
+
+    Args:
+        passed: every error and every flip within tolerance.
+        layout: the resolved layout, as text.
+        loss: `reference` and `layout`, of the first step.
+        max_relative_error: `logits`, `loss`, `gradients`, `grad_norm` and `weights`, over all
+            steps; `weights` is None without steps.
+        worst_parameter: hub name with the largest error of gradient or weight.
+        first_divergent_layer: the first layer whose router scores or output differ; where the
+            forward agrees, the last layer with a wrong gradient (backward starts at the last).
+        routing_flips: choices of experts that differ, of the layout's own choice at the reference's
+            inputs (its routing is replayed).
+        widest_flip: the largest score gap among them.
+        tolerances: what counts as equal.
+        failures: one sentence for each thing out of tolerance.
+        steps, dtype, tokens, targets: what was run.
+    """
+
+    passed: bool
+    layout: str
+    loss: dict[str, float]
+    max_relative_error: dict[str, float | None]
+    worst_parameter: str | None
+    first_divergent_layer: int | None
+    routing_flips: int
+    widest_flip: float
+    tolerances: Tolerances
+    failures: tuple[str, ...]
+    steps: int
+    dtype: str
+    tokens: int
+    targets: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON values; an infinite error is the text "inf"."""
+        return {key: _jsonable(value) for key, value in asdict(self).items()}
+
+    def __str__(self) -> str:
+        errors = ", ".join(
+            f"{kind} {error:.1e}"
+            for kind, error in self.max_relative_error.items()
+            if error is not None
+        )
+        head = f"{'passed' if self.passed else 'FAILED'} {self.layout}: {errors}"
+        return "\n  ".join([head, *self.failures])
+
+
 @dataclass(slots=True, kw_only=True)
 class Findings:
     """Largest errors met so far; filled step by step on rank 0."""
@@ -124,77 +174,54 @@ class Findings:
             self.worst = max(self.worst, (errors[name], name), key=lambda pair: pair[0])
         return errors
 
+    def failures(self, limits: Tolerances, *, steps: int) -> tuple[str, ...]:
+        """Return one sentence for each finding out of tolerance.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The verdict of `verify`, the same on every rank.
+        Args:
+            limits: what passes.
+            steps: 0 leaves the weights out.
+        """
+        found = list(self.notes)
+        for kind, error in self.errors.items():
+            limit: float = getattr(limits, kind)
+            if (steps or kind != "weights") and not error <= limit:
+                named = f", worst at {self.worst[1]}" if kind in ("gradients", "weights") else ""
+                found.append(f"{kind}: relative error {error:.3g} is above {limit:g}{named}")
+        if not self.widest_flip <= limits.flip_gap:
+            found.append(
+                f"routing: {self.flips} choices differ, one at a score gap of "
+                f"{self.widest_flip:.3g}, above {limits.flip_gap:g}"
+            )
+        return tuple(found)
 
-    Args:
-        passed: every error and every flip within tolerance.
-        layout: the resolved layout, as text.
-        loss: `reference` and `layout`, of the first step.
-        max_relative_error: `logits`, `loss`, `gradients`, `grad_norm` and `weights`, over all
-            steps; `weights` is None without steps.
-        worst_parameter: hub name with the largest error of gradient or weight.
-        first_divergent_layer: the first layer whose router scores or output differ; where the
-            forward agrees, the last layer with a wrong gradient (backward starts at the last).
-        routing_flips: choices of experts that differ, of the layout's own choice at the reference's
-            inputs (its routing is replayed).
-        widest_flip: the largest score gap among them.
-        tolerances: what counts as equal.
-        failures: one sentence for each thing out of tolerance.
-        steps, dtype, tokens, targets: what was run.
-    """
+    def report(
+        self, limits: Tolerances, loss: dict[str, float], *, steps: int, **about: Any
+    ) -> Report:
+        """Return the verdict.
 
-    passed: bool
-    layout: str
-    loss: dict[str, float]
-    max_relative_error: dict[str, float | None]
-    worst_parameter: str | None
-    first_divergent_layer: int | None
-    routing_flips: int
-    widest_flip: float
-    tolerances: Tolerances
-    failures: tuple[str, ...]
-    steps: int
-    dtype: str
-    tokens: int
-    targets: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON values; an infinite error is the text "inf"."""
-        return {key: _jsonable(value) for key, value in asdict(self).items()}
-
-    def __str__(self) -> str:
-        errors = ", ".join(
-            f"{kind} {error:.1e}"
-            for kind, error in self.max_relative_error.items()
-            if error is not None
+        Args:
+            limits: what passes.
+            loss: `reference` and `layout`.
+            steps: optimiser steps that were taken.
+            about: the other fields of `Report`.
+        """
+        failures = self.failures(limits, steps=steps)
+        errors: dict[str, float | None] = dict(self.errors)
+        if not steps:
+            errors["weights"] = None
+        return Report(
+            passed=not failures,
+            loss=loss,
+            max_relative_error=errors,
+            worst_parameter=self.worst[1],
+            first_divergent_layer=self.divergent_layer(limits),
+            routing_flips=self.flips,
+            widest_flip=self.widest_flip,
+            tolerances=limits,
+            failures=failures,
+            steps=steps,
+            **about,
         )
-        head = f"{'passed' if self.passed else 'FAILED'} {self.layout}: {errors}"
-        return "\n  ".join([head, *self.failures])
-
-
-def judge(findings: Findings, limits: Tolerances, *, steps: int) -> tuple[str, ...]:
-    """Return one sentence for each finding out of tolerance.
-
-    Args:
-        findings: the largest errors.
-        limits: what passes.
-        steps: 0 leaves the weights out.
-    """
-    failures = list(findings.notes)
-    for kind, error in findings.errors.items():
-        limit: float = getattr(limits, kind)
-        if (steps or kind != "weights") and not error <= limit:
-            named = f", worst at {findings.worst[1]}" if kind in ("gradients", "weights") else ""
-            failures.append(f"{kind}: relative error {error:.3g} is above {limit:g}{named}")
-    if not findings.widest_flip <= limits.flip_gap:
-        failures.append(
-            f"routing: {findings.flips} choices differ, one at a score gap of "
-            f"{findings.widest_flip:.3g}, above {limits.flip_gap:g}"
-        )
-    return tuple(failures)
 
 
 def _jsonable(value: Any) -> Any:

@@ -5,10 +5,9 @@ Letters: B batch · S sequence · K choices.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -23,19 +22,16 @@ from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.train.step import forward_backward
 from moe_tp.verify.batches import make_step
-from moe_tp.verify.compare import Findings, Report, judge, tolerances_for
-from moe_tp.verify.data import Batch, Losses, Outcome
+from moe_tp.verify.compare import Findings, Report, tolerances_for
+from moe_tp.verify.course import Course, Truth
+from moe_tp.verify.data import Batch, Losses
 from moe_tp.verify.hub import read_config
-from moe_tp.verify.reference import Reference
 from moe_tp.verify.steps import StepResult, compare_step
-from moe_tp.verify.watch import Choices, first_sample, tables, watch
+from moe_tp.verify.watch import Choices, first_sample, watch
 
 __all__ = ["verify"]
 
 T = TypeVar("T")
-
-_CLIP = 0.5  # of the first gradient norm, so that clipping takes part
-_STRIDE = 0.02  # of the weights' norm, what one optimiser step moves
 
 
 def verify(
@@ -76,154 +72,75 @@ def verify(
 
     Collectives: those of the run; objects gathered to rank 0 and broadcast from it.
     """
-    runtime = runtime or Runtime()
-    if dtype == torch.bfloat16:
-        runtime = replace(runtime, compute_dtype=dtype)
     limits = tolerances_for(dtype)
     config = ModelConfig.from_hub(read_config(path))
     _refuse(config, optimizer, steps)
+    half = dtype == torch.bfloat16
+    runtime = replace(runtime or Runtime(), compute_dtype=dtype) if half else runtime or Runtime()
     mesh = _mesh(layout or ParallelLayout(), runtime, device)
-    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    wide = torch.float32 if half else dtype
     model = from_pretrained(path, mesh, dtype=wide)
     model.train(not _random(config))
-    ranks, rank = mesh.size("dp"), mesh.coordinate("dp")
     batches = [
         make_step(
             vocab_size=config.vocab_size,
             tokens=tokens,
-            ranks=ranks,
+            ranks=mesh.size("dp"),
             micro_batches=micro_batches,
             seed=seed + 1000 * s,
         )
         for s in range(max(steps, 1))
     ]
-    eps = 1e-8 if dtype == torch.float64 else 1e-4
-    course = _Course(optimizer=optimizer, eps=eps)
-    truth = _Truth(None, [])
+    truth = Truth()
+    course = Course(optimizer=optimizer, eps=1e-8 if dtype == torch.float64 else 1e-4)
     course, choices = _from_rank_0(
         mesh, lambda: truth.run(path, wide, batches, _losses(config), course, steps)
     )
     findings = Findings()
-    first: StepResult | None = None
+    loss = _run_layout(model, batches, course, choices, truth, findings, steps)
+    about = {
+        "layout": str(mesh.layout),
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens": sum(b.input_ids.numel() for parts in batches[0] for b in parts),
+    }
+
+    def conclude() -> Report:
+        first = truth.outcomes[0]
+        losses = {"reference": float(first.loss), "layout": loss}
+        return findings.report(limits, losses, steps=steps, targets=first.targets, **about)
+
+    return _from_rank_0(mesh, conclude)
+
+
+def _run_layout(
+    model: Decoder,
+    batches: list[list[list[Batch]]],
+    course: Course,
+    choices: list[dict[int, Choices]],
+    truth: Truth,
+    findings: Findings,
+    steps: int,
+) -> float:
+    """Return the layout's loss of the first step; on rank 0 `findings` is filled."""
+    mesh = model.mesh
+    ranks, rank = mesh.size("dp"), mesh.coordinate("dp")
     optimise = course.build(parameter_groups(model, weight_decay=0.0))
+    losses = []
     for s, step in enumerate(batches):
-        own = [
-            _arguments(parts[rank], first_sample(m, rank, ranks)) for m, parts in enumerate(step)
-        ]
+        parts = enumerate(parts[rank] for parts in step)
+        own = [_arguments(batch, first_sample(m, rank, ranks)) for m, batch in parts]
         result = _layout_step(model, own, choices[s], s, course.max_norm)
-        first = first or result
+        losses.append(result.loss)
         results = _to_rank_0(mesh, result if s == 0 else result.without_tensors())
         if results is not None:
             compare_step(findings, results, step, truth.outcomes[s], truth.reference, s == 0)
         if steps:
             optimise.step()
     if steps:
-        weights = gather_named(model, "param")
+        weights = _host(gather_named(model, "param"))
         if mesh.rank == 0:
-            findings.compare_named("weights", _host(weights), truth.final())
-    assert first is not None
-
-    def conclude() -> Report:
-        failures = judge(findings, limits, steps=steps)
-        errors: dict[str, float | None] = dict(findings.errors)
-        if not steps:
-            errors["weights"] = None
-        return Report(
-            passed=not failures,
-            layout=str(mesh.layout),
-            loss={"reference": float(truth.outcomes[0].loss), "layout": first.loss},
-            max_relative_error=errors,
-            worst_parameter=findings.worst[1],
-            first_divergent_layer=findings.divergent_layer(limits),
-            routing_flips=findings.flips,
-            widest_flip=findings.widest_flip,
-            tolerances=limits,
-            failures=failures,
-            steps=steps,
-            dtype=str(dtype).removeprefix("torch."),
-            tokens=sum(b.input_ids.numel() for parts in batches[0] for b in parts),
-            targets=truth.outcomes[0].targets,
-        )
-
-    return _from_rank_0(mesh, conclude)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Course:
-    """How the weights are moved, the same on both sides."""
-
-    optimizer: str
-    eps: float
-    max_norm: float = float("inf")
-    lr: float = 0.0
-
-    def build(self, params: Any) -> torch.optim.Optimizer:
-        """Return the optimiser of one side."""
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(params, lr=self.lr, momentum=0.9)
-        return torch.optim.AdamW(params, lr=self.lr, eps=self.eps, weight_decay=0.0)
-
-    def paced(self, weights: Sequence[torch.Tensor], norm: float) -> _Course:
-        """Return the course with its clip and learning rate set from the first gradients.
-
-        A step moves the weights by a set part of their norm: enough that a wrong update shows in
-        them, too little to leave the point where rounding stays small.
-        """
-        size = math.sqrt(sum(float(w.detach().double().square().sum()) for w in weights))
-        max_norm = _CLIP * norm
-        if self.optimizer == "sgd":
-            lr = _STRIDE * size / max(max_norm, 1e-30)
-        else:
-            lr = _STRIDE * size / sum(w.numel() for w in weights) ** 0.5
-        return replace(self, max_norm=max_norm, lr=lr)
-
-
-@dataclass(slots=True)
-class _Truth:
-    """The reference's side; filled on rank 0 only."""
-
-    _reference: Reference | None
-    outcomes: list[Outcome]
-
-    @property
-    def reference(self) -> Reference:
-        """The model, after its last step."""
-        assert self._reference is not None
-        return self._reference
-
-    def run(
-        self,
-        path: str | os.PathLike[str],
-        dtype: torch.dtype,
-        batches: list[list[list[Batch]]],
-        losses: Losses,
-        course: _Course,
-        steps: int,
-    ) -> tuple[_Course, list[dict[int, Choices]]]:
-        """Return the paced course and the choices of each step, after running the reference."""
-        model = self._reference = Reference.load(path, dtype)
-        layers = sorted(model.facts.moe_layers)
-        optimise: torch.optim.Optimizer | None = None
-        choices = []
-        for step in batches:
-            out = model.step(step, losses)
-            self.outcomes.append(out)
-            choices.append(tables(step, out.routing, layers))
-            leaves = list(model.weights.values())
-            if optimise is None:
-                course = course.paced(leaves, out.grad_norm)
-                optimise = course.build(leaves)
-            scale = min(1.0, course.max_norm / (out.grad_norm + 1e-6))
-            for name, leaf in model.weights.items():
-                leaf.grad = out.gradients[name] * scale
-            if steps:
-                optimise.step()
-        return course, choices
-
-    def final(self) -> dict[str, torch.Tensor]:
-        """Return the weights after the last step by hub name, buffers among them."""
-        weights = {name: leaf.detach() for name, leaf in self.reference.weights.items()}
-        return {**weights, **self.reference.buffers}
+            findings.compare_named("weights", weights, truth.final())
+    return losses[0]
 
 
 def _layout_step(
