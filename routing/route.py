@@ -73,7 +73,7 @@ def route(
             logits_TE = torch.where(mask_T.unsqueeze(-1), logits_TE, 0.0)
         if check:
             _refuse_bad_rows(logits_TE, config, bias_E, replay_TK, layer, rank)
-        if config.function is not None:
+        if config.function is not None and replay_TK is None:
             return _call_function(logits_TE, config, bias_E, mask_T, token_ids_T, generator)
         steered_TE = _steer(logits_TE, config, generator, uniform_TE, noise_logits_TE, kept_E)
         scores_TE = compute_scores(steered_TE, config.score)

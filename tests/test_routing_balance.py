@@ -46,8 +46,10 @@ def test_one_update_from_the_totals() -> None:
 
 
 def test_the_bias_is_never_bf16() -> None:
-    """L4: in bf16 the update would not move the bias at all."""
+    """L4, C48: in bf16 the update would not move the bias at all."""
     assert update_bias(torch.ones(2), torch.tensor([0, 2]), 1e-3)[0] == torch.tensor(1.001)
+    offset = torch.tensor([10.16, 10.17, 10.18, 10.20])
+    assert torch.equal(update_bias(offset, torch.tensor([2, 2, 2, 2]), 1e-3), offset)
     with pytest.raises(ConfigError, match="float32"):
         update_bias(torch.ones(2, dtype=torch.bfloat16), torch.tensor([0, 2]), 1e-3)
     with pytest.raises(ConfigError, match="differ"):

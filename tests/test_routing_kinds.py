@@ -206,6 +206,21 @@ def test_no_host_synchronisation(kind: str) -> None:
             loss.backward()
 
 
+def test_compiles_into_one_graph() -> None:
+    """C58: routing and its loss without the check, for several T of one graph, values equal."""
+    config = RouterConfig(32, 4, score="sigmoid", num_groups=4, top_groups=2)
+
+    def step(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out = route(logits, config, check=False)
+        return out.ids_TK, out.weights_TK, load_balance_loss(out)
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager", dynamic=True)
+    for rows in (5, 7, 1, 0):
+        logits = randn(rows, 32)
+        for got, want in zip(compiled(logits), step(logits), strict=True):
+            assert torch.equal(got, want)
+
+
 def tiny_layer(
     x: Tensor, weight: Tensor, config: RouterConfig, generator: torch.Generator | None
 ) -> Tensor:
@@ -332,6 +347,8 @@ def test_a_users_own_function_plugs_in() -> None:
     assert out.ids_TK.tolist() == [[1, 2], [-1, -1]]
     assert out.weights_TK.dtype == torch.float32
     assert float(load_balance_loss(out)) > 0
+    again = route(logits, config, mask_T=mask, replay_TK=out.chosen_TK.flip(0).flip(0))
+    assert torch.equal(again.weights_TK, out.weights_TK)
     assert config.layout_dependent
     assert not RouterConfig(
         4, 2, function=second_best, function_looks_across=False
