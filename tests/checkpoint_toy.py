@@ -1,4 +1,4 @@
-"""A toy model of library parameters, its name rules and its hub tensors, for the checkpoint tests."""
+"""A toy model of library parameters, its name rules and hub tensors, for the checkpoint tests."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def settle(error: Exception | None, group: Group, device: torch.device) -> None:
     if int(raw_all_reduce(failed, group, "max")) == 0:
         return
     texts = gather_json(None if error is None else _sentence(error)[:_LIMIT], group, device)
-    causes = {rank: text for rank, text in zip(group.ranks, texts) if text is not None}
+    causes = {rank: text for rank, text in zip(group.ranks, texts, strict=True) if text is not None}
     first = min(causes)
     if len(causes) == group.size and len(set(causes.values())) == 1:
         message = causes[first]
@@ -79,7 +79,7 @@ def gather_json(value: Any, group: Group, device: torch.device) -> list[Any]:
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     every = raw_all_gather(padded.to(device), group).view(group.size, -1).cpu().numpy()
-    return [json.loads(bytes(row[:n])) for row, n in zip(every, lengths)]
+    return [json.loads(bytes(row[:n])) for row, n in zip(every, lengths, strict=True)]
 
 
 def _sentence(error: Exception) -> str:

@@ -8,10 +8,12 @@ can (Linux), so that at no moment is there neither. Only the first rank calls th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -40,12 +42,12 @@ def begin(target: Path) -> Path:
     check_target(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target)
-    work = target.parent / f".{target.name}{_MIDDLE}{secrets.token_hex(4)}"
+    who = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+    work = target.parent / f".{target.name}{_MIDDLE}{who}"
     work.mkdir()
     note = {
         "what": f"an unfinished save of {target.name}; delete this folder",
-        "host": socket.gethostname(),
-        "process": os.getpid(),
+        "process": who,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     write_bytes(work / UNFINISHED, json.dumps(note).encode())
@@ -96,25 +98,33 @@ def finish(work: Path, target: Path) -> None:
     sync_folder(target.parent)
     # What is left under the hidden name is the older folder.
     write_bytes(work / UNFINISHED, b'{"what": "an older folder that is being deleted"}')
-    shutil.rmtree(work, ignore_errors=True)
+    abandon(work)
 
 
 def abandon(work: Path) -> None:
-    """Delete an unfinished folder after a failure; the target is as it was."""
-    shutil.rmtree(work, ignore_errors=True)
+    """Delete a hidden folder, its marker last; what cannot be deleted stays marked."""
+    with contextlib.suppress(OSError):
+        for entry in sorted(work.iterdir()):
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name != UNFINISHED:
+                os.unlink(entry)
+        shutil.rmtree(work)
 
 
 def remove_leftovers(target: Path) -> None:
     """Delete hidden folders of killed saves to `target` that ran on this machine."""
-    for left in target.parent.glob(f".{target.name}{_MIDDLE}*"):
-        try:
-            note = json.loads((left / UNFINISHED).read_bytes())
-            alive = note["host"] != socket.gethostname() or _alive(int(note["process"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # not ours to judge
-        if not alive:
+    start = f".{target.name}{_MIDDLE}{_host()}-"
+    for left in target.parent.iterdir():
+        process = re.match(r"[0-9]+", left.name.removeprefix(start))
+        if left.name.startswith(start) and process is not None and not _alive(int(process[0])):
             _log.warning("%s: deleting what a killed save left behind", left)
-            shutil.rmtree(left, ignore_errors=True)
+            abandon(left)
+
+
+def _host() -> str:
+    """Return this machine's name as part of a file name."""
+    return re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:64]
 
 
 def _alive(process: int) -> bool:

@@ -80,12 +80,12 @@ class Aligned:
         disk = [d for d in range(len(self.hub)) if d not in self.drop_hub]
         if piece.transpose and len(disk) > 1:
             disk[-1], disk[-2] = disk[-2], disk[-1]
-        self.free = dict(zip(mine, disk))
+        self.free = dict(zip(mine, disk, strict=False))
 
     def overlap(self, box: Box) -> Overlap | None:
         """Return what a dense box of a local tensor shares with the piece, None for nothing."""
         local, hub = [], list(self.hub)
-        for dim, (run, mine) in enumerate(zip(box, self.param)):
+        for dim, (run, mine) in enumerate(zip(box, self.param, strict=True)):
             # Places of `mine` whose logical index lies inside the run.
             first = max(0, -((mine.start - run.logical) // mine.step))
             last = min(len(mine), -((mine.start - run.logical - run.length) // mine.step))
@@ -123,7 +123,7 @@ def clip(
         window: the window's, each with step 1.
     """
     inside, placed = [], []
-    for mine, span in zip(hub, window):
+    for mine, span in zip(hub, window, strict=True):
         first = max(0, -((mine.start - span.start) // mine.step))
         last = min(len(mine), -((mine.start - span.stop) // mine.step))
         if first >= last:

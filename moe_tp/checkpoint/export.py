@@ -206,5 +206,5 @@ def param_shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
             else:
                 sizes.append(index + 1)
         sizes += free
-        shape = sizes if not shape else [max(a, b) for a, b in zip(shape, sizes)]
+        shape = sizes if not shape else [max(a, b) for a, b in zip(shape, sizes, strict=True)]
     return tuple(shape)

@@ -217,7 +217,7 @@ def decode_fp8(
         block: rows and columns under one scale.
     """
     factor = scale.float()
-    for dim, (r, size) in enumerate(zip(ranges[-2:], block), start=-2):
+    for dim, (r, size) in enumerate(zip(ranges[-2:], block, strict=True), start=-2):
         place = torch.arange(r.start, r.stop) // size - r.start // size
         factor = factor.index_select(dim, place)
     return factor.mul_(q.float()).to(torch.bfloat16)

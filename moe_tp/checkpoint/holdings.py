@@ -129,15 +129,15 @@ def _cells(
     cells = []
     for numbers in itertools.product(*(range(len(dim)) for dim in spans)):
         for rank, maps in where:
-            if all(n in found for n, found in zip(numbers, maps)):
+            if all(n in found for n, found in zip(numbers, maps, strict=True)):
                 box = tuple(
                     Run(found[n], dim[n][0], dim[n][1] - dim[n][0])
-                    for n, found, dim in zip(numbers, maps, spans)
+                    for n, found, dim in zip(numbers, maps, spans, strict=True)
                 )
                 cells.append(Cell(rank, box))
                 break
         else:
-            lost = [dim[n][0] for n, dim in zip(numbers, spans)]
+            lost = [dim[n][0] for n, dim in zip(numbers, spans, strict=True)]
             raise CheckpointError(f"parameter {fqn!r}: no rank holds its element {lost}")
     return tuple(cells)
 

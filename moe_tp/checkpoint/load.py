@@ -316,7 +316,7 @@ def _dense_hull(ranges: Sequence[range], shape: Sequence[int]) -> tuple[range, .
         r
         if r.step == 1
         else range(r.start // r.step * r.step, min(size, (r[-1] // r.step + 1) * r.step))
-        for r, size in zip(ranges, shape)
+        for r, size in zip(ranges, shape, strict=True)
     )
 
 
@@ -351,7 +351,10 @@ def _read(folder: HubFolder, job: _Job, reject_nan: bool) -> Iterator[tuple[int,
     ):
         flat = straight.view([len(r) for r in job.ranges])
         for part in split(job.ranges, BUFFER // tensor.dtype.itemsize):
-            at = tuple(slice(p.start - r.start, p.stop - r.start) for p, r in zip(part, job.ranges))
+            at = tuple(
+                slice(p.start - r.start, p.stop - r.start)
+                for p, r in zip(part, job.ranges, strict=True)
+            )
             folder.read(job.name, part, out=flat[at])
             yield numel(part), numel(part) * tensor.dtype.itemsize
         return

@@ -262,7 +262,7 @@ def check_cover(rules: NameRules, shapes: Mapping[str, Sequence[int]]) -> None:
         pieces = rules.pieces_of(fqn)
         blocks = [to_ranges(piece.param_index, shape, fqn) for piece in pieces]
         _check_blocks(f"parameter {fqn!r}", shape, blocks)
-        for piece, block in zip(pieces, blocks):
+        for piece, block in zip(pieces, blocks, strict=True):
             _check_lengths(fqn, piece, block)
             if fqn not in rules.tied:
                 hub.setdefault(piece.hub_name, []).append(piece.hub_ranges())
@@ -288,7 +288,7 @@ def _check_lengths(fqn: str, piece: Piece, block: Sequence[range]) -> None:
 
 
 def _padded(ranges: Sequence[range], index: Sequence[Index]) -> Iterable[tuple[range, Index]]:
-    return zip(ranges, [*index, *[slice(None)] * (len(ranges) - len(index))])
+    return zip(ranges, [*index, *[slice(None)] * (len(ranges) - len(index))], strict=True)
 
 
 def _check_blocks(what: str, shape: Sequence[int], blocks: list[tuple[range, ...]]) -> None:
@@ -334,7 +334,7 @@ def _cluster_clash(cluster: list[tuple[range, ...]], dim: int) -> tuple[int, ...
         return None if rest is None else (cluster[0][dim].start, *rest)
     for i, one in enumerate(cluster):
         for other in cluster[:i]:
-            shared = [_common(a, b) for a, b in zip(one[dim:], other[dim:])]
+            shared = [_common(a, b) for a, b in zip(one[dim:], other[dim:], strict=True)]
             if None not in shared:
                 return tuple(x for x in shared if x is not None)
     return None

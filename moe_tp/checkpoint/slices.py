@@ -72,7 +72,7 @@ def read_dense(
         cut -= 1
     cut = max(cut - 1, 0)
     length = math.prod(sizes[cut:]) * item
-    base = info.offset + sum(r.start * s for r, s in zip(ranges, strides))
+    base = info.offset + sum(r.start * s for r, s in zip(ranges, strides, strict=True))
     counter.slices += len(view)
     if cut == 0:
         storage.read_into(info.file, base, view)
@@ -80,7 +80,7 @@ def read_dense(
     count, stride = sizes[cut - 1], strides[cut - 1]
     done = 0
     for outer in itertools.product(*(range(n) for n in sizes[: cut - 1])):
-        start = base + sum(i * s for i, s in zip(outer, strides))
+        start = base + sum(i * s for i, s in zip(outer, strides, strict=False))
         block = view[done : done + count * length]
         if stride - length <= GAP:
             _read_joined(storage, info.file, start, stride, length, block, counter)

@@ -122,7 +122,9 @@ class Route:
 
     def source_ranges(self, inside: Sequence[slice]) -> tuple[range, ...]:
         """Return the ranges to read for a part of the block."""
-        return tuple(r if d is None else r[inside[d]] for r, d in zip(self.hub, self.dims))
+        return tuple(
+            r if d is None else r[inside[d]] for r, d in zip(self.hub, self.dims, strict=True)
+        )
 
     def turn(self, block: torch.Tensor) -> torch.Tensor:
         """Return what was read with the dimensions of the tensor to write."""

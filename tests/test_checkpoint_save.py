@@ -1,0 +1,403 @@
+"""Saving: whole or not at all, in the right dtypes, with bounded memory."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_toy import Toy, hub_tensors, make_mesh, toy_rules, write_folder
+from safetensors.torch import load_file
+from torch import nn
+
+from moe_tp.checkpoint import (
+    HubFolder,
+    Quantise,
+    atomic,
+    export_folder,
+    load_into,
+    save_hub,
+    writer,
+)
+from moe_tp.checkpoint.files import parse_size
+from moe_tp.checkpoint.inspect import inspect_folder
+from moe_tp.checkpoint.rules import ExpertFormat
+from moe_tp.errors import CheckpointError, ConfigError
+from moe_tp.parallel.mesh import Mesh
+from moe_tp.parallel.parameter import to_local
+from moe_tp.testing import run_crash, run_ranks
+
+
+def constant(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            to_local(tensor).fill_(value)
+
+
+def save(model: nn.Module, path: Path | str, **options: Any) -> None:
+    save_hub(model, path, toy_rules(6), {"model_type": "toy"}, max_shard_size=600, **options)
+
+
+def value_of(path: Path) -> float:
+    """The one value of all weights of a folder that loads; anything mixed fails."""
+    model = Toy(Mesh.single())
+    load_into(model, HubFolder(path), toy_rules(6))
+    values = {float(v) for p in model.parameters() for v in to_local(p).flatten()}
+    assert len(values) == 1
+    return values.pop()
+
+
+def count_events(limit: int) -> Callable[[], int]:
+    """Make this process kill itself at its `limit`-th write, sync or rename; return the counter."""
+    seen = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal seen
+            seen += 1
+            if seen == limit:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    os.fsync = counted(os.fsync)
+    os.rename = counted(os.rename)
+    os.unlink = counted(os.unlink)
+    atomic.shutil.rmtree = counted(atomic.shutil.rmtree)  # type: ignore[attr-defined]
+    atomic._exchange = counted(atomic._exchange)
+    writer._Output._write = counted(writer._Output._write)  # type: ignore[method-assign]
+    return lambda: seen
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Return the wait status of a forked child that ran `work`."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1]
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """K5: SIGKILL at 20 moments of a save over an older checkpoint: one of both loads, whole,
+    and whatever else lies there is refused by name."""
+    target = tmp_path / "ckpt"
+    old, new = Toy(Mesh.single()), Toy(Mesh.single())
+    constant(old, 1.0)
+    constant(new, 2.0)
+    save(old, target)
+    total_file = tmp_path / "events"
+
+    def counting() -> None:
+        seen = count_events(-1)
+        save(new, tmp_path / "other")
+        save(new, tmp_path / "other")
+        total_file.write_text(str(seen() // 2 + 2))
+
+    assert in_child(counting) == 0
+    total = int(total_file.read_text())
+    moments = sorted(random.Random(0).sample(range(1, total - 8), 12))
+    seen_values = set()
+    for moment in [*moments, *range(total - 8, total + 99)]:
+
+        def killed(moment: int = moment) -> None:
+            count_events(moment)
+            save(new, target)
+
+        status = in_child(killed)
+        assert os.WIFSIGNALED(status) or status == 0
+        value = value_of(target)
+        seen_values.add(value)
+        for left in tmp_path.glob(".ckpt*"):
+            try:  # whole, between the last sync and the rename, or refused
+                assert value_of(left) == 2.0
+            except CheckpointError as error:
+                if "unfinished save" not in str(error):
+                    raise
+        if value == 2.0 or moment % 3 == 0:
+            save(old, target)  # a save on this machine cleans up after a dead one
+            assert not list(tmp_path.glob(".ckpt*"))
+        assert value_of(target) == 1.0
+        if status == 0:
+            break
+    assert seen_values == {1.0, 2.0}
+
+
+def killed_rank(path: str) -> str:
+    import torch.distributed as dist
+
+    model = Toy(make_mesh(2, ep=2))
+    constant(model, 2.0)
+    if dist.get_rank() == 1:
+        count_events(3)
+    save(model, path)
+    return "done"
+
+
+def test_one_rank_of_two_is_killed(tmp_path: Path) -> None:
+    """K5, F1: the other rank ends too, and the older checkpoint is untouched."""
+    target = tmp_path / "ckpt"
+    old = Toy(Mesh.single())
+    constant(old, 1.0)
+    save(old, target)
+    report = run_crash(killed_rank, 2, str(target), timeout=60.0)
+    assert report.exit_codes[1] == -signal.SIGKILL
+    assert report.exit_codes[0] != 0
+    assert report.results[0] is None
+    assert not report.timed_out[0]
+    assert value_of(target) == 1.0
+
+
+class _Full(io.FileIO):
+    """A file on a disk with 700 bytes left."""
+
+    room = 700
+
+    def write(self, data: Any) -> int:
+        part = memoryview(data)[: _Full.room]
+        if not len(part):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        _Full.room -= len(part)
+        return super().write(part)
+
+
+def disk_full(path: str, world: int, layout: dict[str, int]) -> str:
+    model = Toy(make_mesh(world, **layout))
+    constant(model, 2.0)
+    rank = 0
+    if world > 1:
+        import torch.distributed as dist
+
+        rank = dist.get_rank()
+    before = writer.io.FileIO  # type: ignore[attr-defined]
+    if rank == world - 1:
+        _Full.room = 700
+        writer.io.FileIO = _Full  # type: ignore[attr-defined,misc]
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            save(model, path)
+    finally:
+        writer.io.FileIO = before  # type: ignore[attr-defined,misc]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {"ep": 2})])
+def test_disk_full(tmp_path: Path, world: int, layout: dict[str, int]) -> None:
+    """K5: every rank raises, naming the rank and the cause; nothing is left, the old one loads."""
+    target = tmp_path / "ckpt"
+    old = Toy(Mesh.single())
+    constant(old, 1.0)
+    save(old, target)
+    for message in run_ranks(disk_full, world, str(target), world, layout):
+        assert "No space left on device" in message
+        assert message.startswith("rank 1: ") or world == 1
+    assert value_of(target) == 1.0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_no_room_is_told_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K5: bytes needed and free are compared first."""
+    usage = type("Usage", (), {"free": 100})
+    monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: usage)  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match=r"expected room for \d+ bytes, found 100 free"):
+        save(Toy(Mesh.single()), tmp_path / "ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_targets_that_would_lose_something(tmp_path: Path) -> None:
+    """K5: a file, or a folder that is no model folder, is never replaced."""
+    model = Toy(Mesh.single())
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="found a file"):
+        save(model, tmp_path / "file")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("x")
+    with pytest.raises(CheckpointError, match=r"found 'thesis\.tex' in it"):
+        save(model, tmp_path / "home")
+    constant(model, 1.0)
+    save(model, tmp_path / "ckpt")
+    (tmp_path / "ckpt" / "runs").mkdir()
+    with pytest.raises(CheckpointError, match="found 'runs' in it"):
+        save(model, tmp_path / "ckpt")
+    (tmp_path / "empty").mkdir()
+    save(model, tmp_path / "empty")
+    assert value_of(tmp_path / "empty") == 1.0
+
+
+def test_without_an_exchange_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K5: systems that cannot swap two names in one step rename twice."""
+    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+    model = Toy(Mesh.single())
+    for value in (1.0, 2.0):
+        constant(model, value)
+        save(model, tmp_path / "ckpt")
+        assert value_of(tmp_path / "ckpt") == value
+    assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_saving_over_the_source_keeps_what_it_carries(tmp_path: Path) -> None:
+    """K1, K5: in place: passed-through tensors and files survive, byte for byte."""
+    tensors = hub_tensors(toy_rules(6))
+    path = write_folder(tmp_path / "m", tensors)
+    (path / "chat_template.jinja").write_bytes(b"{% x %}\r\n")
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "tool.jinja").write_bytes(b"t")
+    (path / "pytorch_model.bin").write_bytes(b"stale")
+    model = Toy(Mesh.single())
+    load_into(model, HubFolder(path), toy_rules(6))
+    save(model, path, carry_from=path)
+    folder = HubFolder(path)
+    assert torch.equal(folder.read_slice("mtp.0.weight"), tensors["mtp.0.weight"])
+    assert (path / "chat_template.jinja").read_bytes() == b"{% x %}\r\n"
+    assert (path / "additional_chat_templates" / "tool.jinja").read_bytes() == b"t"
+    assert not (path / "pytorch_model.bin").exists()
+
+
+def dtypes_after(path: str, target: str, dtype: torch.dtype | None, carry: bool) -> None:
+    model = Toy(make_mesh(2, ep=2), 6, torch.bfloat16)
+    rules = toy_rules(6)
+    load_into(model, HubFolder(path), rules)
+    model.to(torch.bfloat16)
+    source = path if carry else None
+    save_hub(model, target, rules, {"torch_dtype": "x"}, dtype=dtype, carry_from=source)
+
+
+def test_correction_bias_stays_fp32(tmp_path: Path) -> None:
+    """C48, L4, R4: bias bitwise the same through .to(bf16), load and save; router and norm come
+    back in the dtype of the source, or the model's where there is none."""
+    tensors = hub_tensors(toy_rules(6), mtp=False)
+    bias = torch.tensor([10.16, 10.17, 10.18, 10.20, 10.1601, 10.1602])
+    tensors["mlp.gate.bias"] = bias
+    path = write_folder(tmp_path / "in", tensors)
+    for number, (dtype, carry) in enumerate(
+        [(None, True), (None, False), (torch.bfloat16, True), (torch.float32, False)]
+    ):
+        target = tmp_path / f"out{number}"
+        run_ranks(dtypes_after, 2, str(path), str(target), dtype, carry)
+        back = load_file(target / "model.safetensors")
+        expected = dtype or torch.bfloat16
+        assert torch.equal(back["mlp.gate.bias"], bias)
+        assert back["mlp.gate.bias"].dtype == torch.float32
+        for name in ("mlp.gate.weight", "norm.weight", "q.weight"):
+            assert back[name].dtype == expected
+            assert torch.equal(back[name], tensors[name].to(expected))
+        config = json.loads((target / "config.json").read_text())
+        assert config["dtype"] == config["torch_dtype"] == str(expected)[6:]
+
+
+def quantised_save(path: str, target: str, world: int, layout: dict[str, int]) -> None:
+    model = Toy(make_mesh(world, **layout), 6)
+    load_into(model, HubFolder(path), toy_rules(6))
+    fp8 = Quantise(kind="fp8", names=(r"mlp\.experts\..*", r"q\.weight"), block=(4, 4))
+    save(model, target, quantise=fp8)
+
+
+def test_quantised_save_is_the_same_for_every_layout(tmp_path: Path) -> None:
+    """K1, C42: fp8 written from slices equals fp8 written by one process, whatever the blocks."""
+    path = write_folder(tmp_path / "in", hub_tensors(toy_rules(6), mtp=False))
+    found = []
+    for number, (world, layout) in enumerate([(1, {}), (4, {"ep": 2, "etp": 2, "tp": 2})]):
+        target = tmp_path / f"out{number}"
+        run_ranks(quantised_save, world, str(path), str(target), world, layout)
+        found.append({f.name: f.read_bytes() for f in target.iterdir()})
+    assert found[0] == found[1]
+    folder = HubFolder(tmp_path / "out0")
+    assert folder.find("mlp.experts.3.w2").kind == "fp8"
+    assert folder.find("o.weight").kind == "plain"
+    before = HubFolder(path).read_slice("mlp.experts.3.w2").float()
+    after = folder.read_slice("mlp.experts.3.w2").float()
+    assert float((after - before).abs().max()) < 0.1
+
+
+def exported(source: str, target: str, out: ExpertFormat, world: int) -> None:
+    mesh = make_mesh(world, ep=world)
+    rules, rules_out = toy_rules(6), toy_rules(6, out)
+    export_folder(source, target, mesh=mesh, rules=rules, rules_out=rules_out, max_shard_size=700)
+
+
+@pytest.mark.parametrize("form", ["fused", "fused_interleaved", "flat"])
+def test_export_changes_the_expert_format(tmp_path: Path, form: ExpertFormat) -> None:
+    """K1: per expert -> fused -> per expert is bit-exact, with the same bytes from 1 and 2 ranks,
+    and equal to what a model of those rules holds."""
+    source = write_folder(tmp_path / "in", hub_tensors(toy_rules(6)), shards=2)
+    for world in (1, 2):
+        run_ranks(exported, world, str(source), str(tmp_path / f"fused{world}"), form, world)
+    one, two = (
+        {f.name: f.read_bytes() for f in (tmp_path / d).iterdir()} for d in ("fused1", "fused2")
+    )
+    assert one == two
+    models = []
+    for path, rules in ((source, toy_rules(6)), (tmp_path / "fused1", toy_rules(6, form))):
+        models.append(Toy(Mesh.single()))
+        load_into(models[-1], HubFolder(path), rules)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(to_local(a), to_local(b))
+    export_folder(
+        tmp_path / "fused1", tmp_path / "back", rules=toy_rules(6, form), rules_out=toy_rules(6)
+    )
+    before, after = HubFolder(source), HubFolder(tmp_path / "back")
+    assert list(before.logical) == list(after.logical)
+    for name in before.logical:
+        assert torch.equal(before.read_slice(name), after.read_slice(name)), name
+        assert before.find(name).dtype == after.find(name).dtype
+
+
+def test_export_without_rules_changes_dtype_and_shards(tmp_path: Path) -> None:
+    """C48: names of correction biases stay fp32 even where no rules are known."""
+    tensors = {"a.weight": torch.randn(30, 4), "gate.e_score_correction_bias": torch.randn(5)}
+    source = write_folder(tmp_path / "in", tensors)
+    report = export_folder(source, tmp_path / "out", dtype=torch.bfloat16, max_shard_size="0.2KB")
+    assert report.files == tuple(f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    folder = HubFolder(tmp_path / "out")
+    assert torch.equal(folder.read_slice("a.weight"), tensors["a.weight"].bfloat16())
+    bias = folder.read_slice("gate.e_score_correction_bias")
+    assert torch.equal(bias, tensors["gate.e_score_correction_bias"])
+
+
+def test_inspect(tmp_path: Path) -> None:
+    """The JSON of `moe-tp inspect`: counts from headers, active parameters, no problems."""
+    config = {"model_type": "toy", "num_hidden_layers": 1, "num_local_experts": 6}
+    config |= {"num_experts_per_tok": 2}
+    tensors = hub_tensors(toy_rules(6))
+    path = write_folder(tmp_path, tensors, shards=2, config=config)
+    found = inspect_folder(path, rules=toy_rules(6))
+    total = sum(t.numel() for n, t in tensors.items() if n != "mtp.0.weight")
+    experts = sum(t.numel() for n, t in tensors.items() if ".experts." in n)
+    assert found["problems"] == []
+    assert (found["model_type"], found["layers"]) == ("toy", 1)
+    assert (found["experts"], found["top_k"]) == (6, 2)
+    assert found["params_total"] == total
+    assert found["params_active"] == total - experts * 4 // 6
+    assert found["tensors"] == len(tensors)
+    assert found["dtypes"] == {"BF16": total + 15 - 6, "F32": 6}
+    assert found["bytes"] == sum(f.stat().st_size for f in path.glob("*.safetensors"))
+    json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("1.5 KB", 1500), ("2GiB", 2**31), ("77", 77), (9, 9), ("3k", 3000)],
+)
+def test_sizes(text: int | str, size: int) -> None:
+    """Shard sizes as users write them."""
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "5 pounds", "1iB"])
+def test_sizes_that_are_none(text: str) -> None:
+    """K2: one clear sentence."""
+    with pytest.raises(ConfigError, match="max_shard_size="):
+        parse_size(text)
