@@ -21,6 +21,7 @@ from moe_tp.parallel.mesh import Mesh
 __all__ = [
     "add_json_argument",
     "add_layout_arguments",
+    "check_ranks",
     "is_first_rank",
     "layout_of",
     "make_mesh",
@@ -141,8 +142,16 @@ def make_mesh(
     """
     layout = layout or layout_of(options)
     runtime = runtime or runtime_of(options)
+    check_ranks(layout)
     if dist.is_initialized():
         return Mesh(layout, runtime, options.torch_device)
+    return Mesh.single(runtime, options.torch_device)
+
+
+def check_ranks(layout: ParallelLayout) -> None:
+    """Raise ConfigError where a layout of several ranks meets one process, and name --nproc."""
+    if dist.is_initialized():
+        return
     try:
         whole = layout.resolve(1)
     except ConfigError as error:
@@ -152,7 +161,6 @@ def make_mesh(
             f"zero={whole.zero} shards over data-parallel ranks and there is one process; "
             "leave --zero out, or start more ranks with --nproc"
         )
-    return Mesh.single(runtime, options.torch_device)
 
 
 def parse_dtype(text: str) -> torch.dtype:
