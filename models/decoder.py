@@ -89,7 +89,7 @@ class Head(ParallelModule):
             self.add_parameter("weight", spec, dtype)
         else:
             self.specs["weight"] = tied.specs["weight"]
-            self.register_parameter("weight", tied.weight)
+            self.register_parameter("weight", tied._parameters["weight"])
         self.vocab_size = vocab_size
 
     def forward(
@@ -195,7 +195,7 @@ class Decoder(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Cast or move, keeping a tied head the embedding's very parameter."""
-        result = super()._apply(fn, recurse)
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.config.tie_embeddings and self.head is not None and self.embed is not None:
             self.head._parameters["weight"] = self.embed._parameters["weight"]
         return result

@@ -16,7 +16,7 @@ from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.zero import reshard, set_last_micro_batch
 
 MicroBatch = Mapping[str, Any]
-_TENSORS = ("input_ids", "labels", "attention_mask", "position_ids")
+_OPTIONAL = ("labels", "attention_mask", "position_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,18 +143,18 @@ def _agree(model: Decoder, micro_batches: Sequence[MicroBatch]) -> _Plan:
     problem: str | None = None
     targets = samples = tokens = 0
     for m, batch in enumerate(micro_batches):
-        tensors = [batch.get(name) for name in _TENSORS]
-        if tensors[0] is None:
-            found: str | None = "it has no input_ids"
-        else:
-            found = batch_problem(model.config.vocab_size, *tensors)
-        if found is not None:
+        ids: torch.Tensor | None = batch.get("input_ids")
+        labels, mask, positions = (batch.get(name) for name in _OPTIONAL)
+        found: str | None = "it has no input_ids"
+        if ids is not None:
+            found = batch_problem(model.config.vocab_size, ids, labels, mask, positions)
+        if found is not None or ids is None:
             problem = f"micro-batch {m}: {found}"
             break
-        samples += tensors[0].shape[0]
-        tokens += tensors[0].numel() if tensors[2] is None else int(tensors[2].bool().sum())
-        if tensors[1] is not None:
-            targets += int((next_token_targets(*tensors[1:]) != IGNORE).sum())
+        samples += ids.shape[0]
+        tokens += ids.numel() if mask is None else int(mask.bool().sum())
+        if labels is not None:
+            targets += int((next_token_targets(labels, mask, positions) != IGNORE).sum())
     group = model.mesh.group("dp")
     mine = torch.tensor(
         [[len(micro_batches), targets, samples, int(problem is not None), tokens]],
