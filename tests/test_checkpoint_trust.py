@@ -372,6 +372,16 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
         HubFolder(tmp_path)
 
 
+@pytest.mark.parametrize("length", [0x180, 0x4B50])
+def test_a_header_length_may_begin_like_a_pickle(tmp_path: Path, length: int) -> None:
+    """K7, K2: one header length in 32 has the first byte of a pickle, some those of a zip."""
+    tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    text = json.dumps({"t": tensor}).ljust(length).encode()
+    data = struct.pack("<Q", length) + text + struct.pack("<f", 2.5)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    assert HubFolder(tmp_path, need_config=False).read_slice("t").tolist() == [2.5]
+
+
 def test_single_file_beside_an_index(folder: Path) -> None:
     """Formats: both whole: the single file, as transformers; another set of names: an error."""
     tensors = {n: torch.zeros_like(t) for n, t in hub_tensors(toy_rules(6)).items()}
