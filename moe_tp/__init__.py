@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from moe_tp.experts.host import library_parameters, prepare_for_ddp
     from moe_tp.experts.moe import MoE, update_router_bias
     from moe_tp.parallel.gradients import clip_grad_norm, parameter_groups, settle_gradients
     from moe_tp.parallel.layout import ParallelLayout, Runtime
@@ -24,6 +25,8 @@ _HOME = {
     "Mesh": "moe_tp.parallel.mesh",
     "MoE": "moe_tp.experts.moe",
     "update_router_bias": "moe_tp.experts.moe",
+    "library_parameters": "moe_tp.experts.host",
+    "prepare_for_ddp": "moe_tp.experts.host",
     "forward_backward": "moe_tp.train.step",
     "count_targets": "moe_tp.train.step",
     "settle_gradients": "moe_tp.parallel.gradients",
@@ -40,7 +43,9 @@ __all__ = [
     "clip_grad_norm",
     "count_targets",
     "forward_backward",
+    "library_parameters",
     "parameter_groups",
+    "prepare_for_ddp",
     "settle_gradients",
     "update_router_bias",
 ]
