@@ -87,3 +87,23 @@ def count_params(config: ModelConfig) -> ParamCounts:
         experts=sparse * router.num_experts * one,
         active_experts=sparse * min(router.top_k, router.num_experts) * one,
     )
+
+
+def layer_flops(config: ModelConfig, layer: int, length: int) -> float:
+    """Return the floating-point operations of one layer's forward for one token.
+
+    Args:
+        config: the model.
+        layer: number of the layer.
+        length: tokens a sequence; on average half of them are attended to.
+    """
+    attention, moe = config.attention, config.moe
+    weights = attention_params(attention, config.dim)
+    if config.is_dense(layer):
+        weights += 3 * config.dim * config.dense_dim
+    else:
+        weights += min(moe.router.top_k, moe.router.num_experts) * expert_params(config)
+        weights += 3 * config.dim * moe.shared_dim + moe.router.num_experts * config.dim
+    mla = attention.mla
+    width = 2 * attention.head_dim if mla is None else mla.qk_dim + mla.value_dim
+    return 2.0 * weights + length * attention.num_heads * width

@@ -9,24 +9,31 @@ A call walks through four steps, each a method, so that a pipeline stage can tak
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from moe_tp.errors import ConfigError, DataError
 from moe_tp.experts.moe import MoEAux
 from moe_tp.models.blocks import Block, Call
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.families import rules_for
-from moe_tp.models.tokens import IGNORE, batch_problem, next_token_targets, prepare
-from moe_tp.parallel.collectives import all_reduce, raw_all_reduce
+from moe_tp.models.stages import DecoderStage, make_stages, pipeline_logits
+from moe_tp.models.tokens import (
+    IGNORE,
+    batch_problem,
+    next_token_targets,
+    owned_tokens,
+    prepare,
+)
+from moe_tp.parallel.collectives import accumulate_dtype, all_reduce, raw_all_reduce
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import Init, ParallelModule, ParamSpec
+from moe_tp.parallel.recompute import run_block
 from moe_tp.parallel.sequence import RMSNorm
 from moe_tp.parallel.vocab import VocabParallelEmbedding, vocab_cross_entropy, vocab_logits
 
@@ -160,7 +167,12 @@ class Decoder(nn.Module):
         self.head: Head | None = None
         if with_embedding or (with_head and config.tie_embeddings):
             self.embed = VocabParallelEmbedding(
-                config.vocab_size, config.dim, mesh, dtype=dtype, init=init
+                config.vocab_size,
+                config.dim,
+                mesh,
+                dtype=dtype,
+                init=init,
+                copies=1 if with_embedding and with_head else 1 + config.tie_embeddings,
             )
         numbers = range(config.num_layers) if layers is None else layers
         self.layers = nn.ModuleDict({str(i): Block(config, i, mesh, dtype=dtype) for i in numbers})
@@ -174,6 +186,11 @@ class Decoder(nn.Module):
                 init=init,
                 tied=self.embed if config.tie_embeddings else None,
             )
+
+        self.stages: dict[int, DecoderStage] = {}
+        if mesh.size("pp") > 1:
+            # Beside the module tree: the layers keep one name each.
+            self.__dict__["stages"] = make_stages(self)
 
     @property
     def hub_config(self) -> dict[str, Any]:
@@ -235,6 +252,11 @@ class Decoder(nn.Module):
         Collectives: with labels and no `target_tokens` an all-reduce of two integers over dp; those
             of the layers; the loss over the stage.
         """
+        if self.stages and labels is not None:
+            raise ConfigError(
+                f"a call with labels needs pp=1, but pp={self.mesh.layout.pp}; use "
+                f"forward_backward(model, micro_batches), which runs the pipeline"
+            )
         problem = batch_problem(
             self.config.vocab_size, input_ids, labels, attention_mask, position_ids
         )
@@ -243,6 +265,16 @@ class Decoder(nn.Module):
             target_tokens = count_agreed([batch], problem, self.mesh)
         if problem is not None:
             raise DataError(problem)
+        if self.stages:
+            arguments = {
+                "input_ids": input_ids,
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+                "step": step,
+                "sample_offset": sample_offset,
+            }
+            logits, aux = pipeline_logits(self, arguments)
+            return Output(loss=None, aux=aux, logits=logits)
         call = self.open(
             input_ids,
             labels,
@@ -295,20 +327,39 @@ class Decoder(nn.Module):
         scale = self.config.embedding_scale
         return x_TD if scale == 1.0 else x_TD * scale
 
-    def run_layers(self, x_TD: torch.Tensor, call: Call) -> tuple[torch.Tensor, dict[int, MoEAux]]:
-        """Return the residual stream after this model's layers, and each router's word by layer."""
+    def run_layers(
+        self, x_TD: torch.Tensor, call: Call, layers: Iterable[int] | None = None
+    ) -> tuple[torch.Tensor, dict[int, MoEAux]]:
+        """Return the residual stream after some layers, and each router's word by layer.
+
+        Args:
+            x_TD: owned tokens.
+            call: what layers share.
+            layers: numbers of the layers; None for all that this model holds.
+        """
         result: dict[int, MoEAux] = {}
-        again = self.mesh.runtime.recompute == "full" and torch.is_grad_enabled()
-        for block in self.blocks:
-            if again:
-                x_TD, aux = checkpoint(
-                    block, x_TD, call, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                x_TD, aux = block(x_TD, call)
+        for layer in self.layers if layers is None else map(str, layers):
+            block = self.layers[layer]
+            x_TD, aux = run_block(block, self.mesh.runtime.recompute, x_TD, call)
             if aux is not None:
-                result[block.layer] = aux
+                result[int(layer)] = aux
         return x_TD, result
+
+    def carried(
+        self, batch: int, arguments: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what a pipeline stage hands on, on the meta device.
+
+        Args:
+            batch: rows of a micro-batch.
+            arguments: of the call; the length of its `input_ids` counts.
+        """
+        tokens = owned_tokens(batch, arguments["input_ids"].shape[1], self.mesh)
+        dtype = self.activation_dtype
+        return (
+            torch.empty(tokens, self.config.dim, dtype=dtype, device="meta", requires_grad=True),
+            torch.empty(1, dtype=accumulate_dtype(dtype), device="meta", requires_grad=True),
+        )
 
     def final_norm(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Return owned tokens after the last norm."""
@@ -394,10 +445,8 @@ def count_agreed(
 
 
 def _check_layout(mesh: Mesh) -> None:
-    layout = mesh.layout
-    for axis in ("cp", "pp"):
-        if getattr(layout, axis) > 1:
-            raise ConfigError(
-                f"{axis}={getattr(layout, axis)} is not supported by the model yet; choose "
-                f"{axis}=1 and spread the ranks over dp, tp, ep and etp"
-            )
+    if mesh.layout.cp > 1:
+        raise ConfigError(
+            f"cp={mesh.layout.cp} is not supported by the model yet; choose cp=1 and spread the "
+            f"ranks over dp, tp, pp, ep and etp"
+        )

@@ -17,9 +17,11 @@ from moe_tp.log import get_logger
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.decoder import Decoder
 from moe_tp.models.families import rules_for
+from moe_tp.models.stages import own_stages
 from moe_tp.parallel.collectives import raw_all_reduce
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import initialise, materialise
+from moe_tp.parallel.pipeline.stages import num_stages
 from moe_tp.parallel.zero import WrapUnit, apply_zero
 
 _log = get_logger(__name__)
@@ -60,9 +62,18 @@ def allocate(config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> Decoder:
         mesh: the mesh.
         dtype: of the parameters, unless the runtime names a master dtype.
     """
+    stages = own_stages(config, mesh)
+    total = num_stages(mesh.layout, mesh.runtime)
     with torch.device("meta"):
-        model = Decoder(config, mesh, dtype=mesh.runtime.master_dtype or dtype)
-    apply_zero(model, mesh, wrap_units(model))
+        model = Decoder(
+            config,
+            mesh,
+            dtype=mesh.runtime.master_dtype or dtype,
+            layers=[layer for layers in stages.values() for layer in layers],
+            with_embedding=0 in stages,
+            with_head=total - 1 in stages,
+        )
+    apply_zero(model, mesh, wrap_units(model), roots=list(model.stages.values()) or [model])
     materialise(model, mesh.device)
     for buffer in model.buffers():
         buffer.zero_()

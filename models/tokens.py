@@ -205,6 +205,11 @@ def attention_masks(
     return masks
 
 
+def owned_tokens(batch: int, length: int, mesh: Mesh) -> int:
+    """Return T, the tokens of a `[B, S]` batch that each rank owns, padding included."""
+    return -(-batch * length // mesh.size("tp"))
+
+
 def prepare(
     config: ModelConfig,
     mesh: Mesh,
@@ -238,7 +243,7 @@ def prepare(
         positions = column.expand(batch, length)
     else:
         positions = position_ids = position_ids.to(device)
-    owned = -(-batch * length // group.size)
+    owned = owned_tokens(batch, length, mesh)
     rows = owned * group.size
     mine = slice(group.rank * owned, (group.rank + 1) * owned)
 
