@@ -52,6 +52,7 @@ class VocabParallelEmbedding(ParallelModule):
         mesh: the mesh.
         dtype: parameter dtype.
         init: first values.
+        copies: pipeline ranks that hold it.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class VocabParallelEmbedding(ParallelModule):
         *,
         dtype: torch.dtype = torch.float32,
         init: Init | None = None,
+        copies: int = 1,
     ) -> None:
         super().__init__(mesh)
         self.vocab_size = vocab_size
@@ -71,6 +73,7 @@ class VocabParallelEmbedding(ParallelModule):
             pad=True,
             init=init or Init(),
             role="embedding",
+            copies=copies,
         )
         self.add_parameter("weight", spec, dtype)
 
@@ -132,8 +135,9 @@ def _chunk_loss(
     real_C = targets_C != IGNORE
     loss_C = torch.where(real_C, sums[0].log() - sums[1], 0.0)
     logits *= torch.where(real_C, head.scale / sums[0], 0.0)[:, None]
-    minus = torch.where(here_C & real_C, -head.scale, 0.0)
-    logits.scatter_add_(1, place_C[:, None], minus[:, None].to(logits.dtype))
+    # A product, not where(): between two Python numbers that would give fp32 for fp64 too.
+    minus_C = (here_C & real_C).to(logits.dtype) * -head.scale
+    logits.scatter_add_(1, place_C[:, None], minus_C[:, None])
     return loss_C, logits
 
 
