@@ -42,7 +42,32 @@ QWEN2_16: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-MODELS = {"mixtral-8": MIXTRAL_8, "mixtral-6": MIXTRAL_6, "qwen2-16": QWEN2_16}
+GPT_OSS_4: dict[str, Any] = {
+    **MIXTRAL_8,
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "num_attention_heads": 4,
+    "num_local_experts": 4,
+    "head_dim": 8,
+    "attention_bias": True,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+    "router_aux_loss_coef": 0.02,
+}
+MODELS = {
+    "mixtral-8": MIXTRAL_8,
+    "mixtral-6": MIXTRAL_6,
+    "qwen2-16": QWEN2_16,
+    "gpt-oss-4": GPT_OSS_4,
+}
 
 
 def write_folder(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
@@ -84,15 +109,28 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[stem + "post_attention_layernorm.weight"] = (width,)
         for name, rows in (("q", heads * size), ("k", kv), ("v", kv)):
             shapes[f"{stem}self_attn.{name}_proj.weight"] = (rows, width)
-            if config["model_type"] == "qwen2_moe":
+            if config["model_type"] in ("qwen2_moe", "gpt_oss"):
                 shapes[f"{stem}self_attn.{name}_proj.bias"] = (rows,)
         shapes[stem + "self_attn.o_proj.weight"] = (width, heads * size)
+        if config["model_type"] == "gpt_oss":
+            shapes[stem + "self_attn.o_proj.bias"] = (width,)
+            shapes[stem + "self_attn.sinks"] = (heads,)
         shapes.update(_experts(stem, config))
     return shapes
 
 
 def _experts(stem: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     width = config["hidden_size"]
+    if config["model_type"] == "gpt_oss":
+        count, hidden = config["num_local_experts"], config["intermediate_size"]
+        return {
+            stem + "mlp.router.weight": (count, width),
+            stem + "mlp.router.bias": (count,),
+            stem + "mlp.experts.gate_up_proj": (count, width, 2 * hidden),
+            stem + "mlp.experts.gate_up_proj_bias": (count, 2 * hidden),
+            stem + "mlp.experts.down_proj": (count, hidden, width),
+            stem + "mlp.experts.down_proj_bias": (count, width),
+        }
     if config["model_type"] == "mixtral":
         block, names = stem + "block_sparse_moe.", ("w1", "w3", "w2")
         experts, hidden = config["num_local_experts"], config["intermediate_size"]

@@ -29,6 +29,7 @@ FAMILIES = (
     "qwen2_moe",
     "qwen3_moe",
 )
+_SAME_AS: dict[Any, str] = {"kimi_k2": "deepseek_v3"}
 _ROPE_BASE = {"mixtral": 1e6, "gpt_oss": 150000.0}  # the others: 1e4
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
@@ -112,7 +113,7 @@ def facts(config: Mapping[str, Any]) -> Facts:
     Args:
         config: the parsed `config.json`.
     """
-    family = config.get("model_type")
+    family = _SAME_AS.get(config.get("model_type"), config.get("model_type"))
     if family not in FAMILIES:
         raise ConfigError(
             f"model_type={family!r} is not one that the reference computes; "

@@ -64,8 +64,8 @@ def compare_step(
         findings.meet("loss", _scalar_error(result.loss, loss))
         findings.meet("loss", _scalar_error(result.aux_loss, aux))
         findings.meet("grad_norm", _scalar_error(result.grad_norm, truth.grad_norm))
-    owners = _owners(findings, results, step)
-    _count_flips(findings, results, owners, truth, reference)
+    places = _places(findings, results, step)
+    _count_flips(findings, results, places, truth, reference)
     if not whole:
         return
     for result in results:
@@ -77,7 +77,7 @@ def compare_step(
             elif batch.real.any():
                 ours, theirs = logits_BSV[batch.real], expected_BSV[batch.real]
                 findings.meet("logits", relative_error(ours, theirs, 0.0))
-    _compare_layers(findings, results, owners, truth)
+    _compare_layers(findings, results, places, truth)
     errors = findings.compare_named("gradients", results[0].gradients, truth.gradients)
     for name, error in errors.items():
         parts = name.split(".")
@@ -89,7 +89,7 @@ def compare_step(
 _Place = tuple[int, int, int]  # micro-batch, data-parallel rank, token of that part
 
 
-def _owners(
+def _places(
     findings: Findings, results: Sequence[StepResult], step: list[list[Batch]]
 ) -> dict[int, _Place]:
     """Return where each real token lies; every layer must have seen each exactly once."""
@@ -131,6 +131,8 @@ def _count_flips(
             ids = result.seen["ids"][layer].tolist()
             chosen = result.seen["chosen"][layer].tolist()
             for token, ours in zip(ids, chosen, strict=True):
+                if token not in places:
+                    continue  # padding that was taken for a token: _places has noted it
                 m, r, row = places[token]
                 routing = truth.routing[m][r][at]
                 theirs = routing.own_ids_TK[row].tolist()
@@ -154,6 +156,8 @@ def _compare_layers(
                 continue
             hidden = result.seen["hidden"][layer]
             for token, row_D in zip(result.seen["ids"][layer].tolist(), hidden, strict=True):
+                if token not in places:
+                    continue
                 m, r, row = places[token]
                 ours.append(row_D)
                 theirs.append(truth.hidden[m][r][layer].flatten(0, 1)[row])
