@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,14 @@ from model_cases import CASES, hub_config
 from test_models_transformers import error
 
 from moe_tp.checkpoint.gather import gather_named
-from moe_tp.errors import ConfigError, DataError
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.decoder import Decoder
-from moe_tp.models.families import rules_for
-from moe_tp.models.load import allocate, build, from_pretrained, save_pretrained
-from moe_tp.parallel.collectives import record_traffic
+from moe_tp.models.load import build, from_pretrained, save_pretrained
 from moe_tp.parallel.gradients import clip_grad_norm, settle_gradients
 from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import materialise, named_specs, to_local
+from moe_tp.parallel.parameter import named_specs, to_local
 from moe_tp.testing import run_ranks
-from moe_tp.train.step import count_targets, forward_backward
 
 LENGTHS = (7, 5, 3, 9, 1, 6)
 SPLITS = {1: (6,), 2: (4, 2), 4: (3, 0, 2, 1)}  # samples of each dp rank; one of them has none
@@ -69,7 +65,7 @@ def perturb(model: Decoder) -> None:
                 local += 0.3 * torch.randn(local.shape, generator=generator)
 
 
-@lru_cache(maxsize=None)
+@cache
 def folder_of(case: str, root: str) -> str:
     model = build(ModelConfig.from_hub(hub_config(case)), Mesh.single(), seed=5)
     perturb(model)
@@ -105,7 +101,7 @@ def run_layout(folder: str, layout: Layout) -> dict[str, Any]:
     return measure(model, batch_of(own_samples(mesh.size("dp"), mesh.coordinate("dp"))))
 
 
-@lru_cache(maxsize=None)
+@cache
 def one_process(folder: str) -> dict[str, Any]:
     return measure(from_pretrained(folder, Mesh.single()), batch_of(own_samples(1, 0)))
 
