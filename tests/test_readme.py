@@ -1,0 +1,46 @@
+"""The README's code blocks run, in order, in one folder; its commands too."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_tp.cli.main import COMMANDS, main
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands by `main`, Python as a script of its own, YAML written to the file it names."""
+    monkeypatch.chdir(tmp_path)
+    ran = dict.fromkeys(("console", "python", "yaml"), 0)
+    for kind, text in BLOCKS:
+        if kind == "console":
+            for line in re.findall(r"^\$ moe-tp (.*)$", text, flags=re.MULTILINE):
+                assert main(shlex.split(line, comments=True)) == 0, line
+                ran[kind] += 1
+        elif kind == "yaml":
+            (name,) = re.findall(r"^# (\S+\.yaml)$", text, flags=re.MULTILINE)
+            Path(name).write_text(text)
+            ran[kind] += 1
+        elif kind == "python":
+            script = tmp_path / f"block{ran[kind]}.py"
+            script.write_text(text)
+            done = subprocess.run(
+                [sys.executable, script.name], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, f"{text}\n{done.stderr}"
+            ran[kind] += 1
+    assert ran["console"] >= 3
+    assert ran["python"] >= 4
+
+
+def test_the_two_commands_and_every_subcommand_are_named() -> None:
+    for text in ("make demo", "make test", "make gpu-check", *(f"moe-tp {c}" for c in COMMANDS)):
+        assert text in README
