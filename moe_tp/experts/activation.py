@@ -9,6 +9,7 @@ given, because on a CPU allocating a fresh buffer can cost as much as filling it
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -66,56 +67,71 @@ class ActivationStep:
         self.grad_NF.mul_(self.weight_N1)
 
 
-@dataclass(frozen=True, slots=True)
-class SwiGLU:
-    """`silu(gate) * up` (arXiv:2002.05202, eq. 6)."""
+class _Gated(abc.ABC):
+    """`f(gate) * up` for a function f whose value and gradient torch writes into a buffer."""
 
-    def apply(self, gate_NF: torch.Tensor, up_NF: torch.Tensor) -> torch.Tensor:
-        return F.silu(gate_NF) * up_NF
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def value(self, gate_NF: torch.Tensor, out_NF: torch.Tensor) -> None:
+        """Fill `out_NF` with f(gate)."""
+
+    @abc.abstractmethod
+    def slope(self, grad_NF: torch.Tensor, gate_NF: torch.Tensor, out_NF: torch.Tensor) -> None:
+        """Fill `out_NF` with grad times the derivative of f at gate."""
 
     def forward_into(
         self, out_NF: torch.Tensor, gate_NF: torch.Tensor, up_NF: torch.Tensor
     ) -> None:
-        torch.ops.aten.silu.out(gate_NF, out=out_NF)
+        """Fill `out_NF` with f(gate) * up."""
+        self.value(gate_NF, out_NF)
         out_NF.mul_(up_NF)
 
     def backward_into(self, step: ActivationStep) -> None:
-        torch.ops.aten.silu.out(step.gate_NF, out=step.d_up_NF)
+        """Do the backward of `weight * f(gate) * up`."""
+        self.value(step.gate_NF, step.d_up_NF)
         torch.mul(step.d_up_NF, step.up_NF, out=step.hidden_NF)
         step.weigh()
         step.d_up_NF.mul_(step.grad_NF)
         step.grad_NF.mul_(step.up_NF)
-        torch.ops.aten.silu_backward.grad_input(
-            step.grad_NF, step.gate_NF, grad_input=step.d_gate_NF
-        )
+        self.slope(step.grad_NF, step.gate_NF, step.d_gate_NF)
 
 
 @dataclass(frozen=True, slots=True)
-class GeluGLU:
+class SwiGLU(_Gated):
+    """`silu(gate) * up` (arXiv:2002.05202, eq. 6)."""
+
+    def apply(self, gate_NF: torch.Tensor, up_NF: torch.Tensor) -> torch.Tensor:
+        """Return `silu(gate) * up`."""
+        return F.silu(gate_NF) * up_NF
+
+    def value(self, gate_NF: torch.Tensor, out_NF: torch.Tensor) -> None:
+        """Fill `out_NF` with silu(gate)."""
+        torch.ops.aten.silu.out(gate_NF, out=out_NF)
+
+    def slope(self, grad_NF: torch.Tensor, gate_NF: torch.Tensor, out_NF: torch.Tensor) -> None:
+        """Fill `out_NF` with the gradient of silu."""
+        torch.ops.aten.silu_backward.grad_input(grad_NF, gate_NF, grad_input=out_NF)
+
+
+@dataclass(frozen=True, slots=True)
+class GeluGLU(_Gated):
     """`gelu(gate) * up` (arXiv:2002.05202, eq. 6); `approximate` as in torch's gelu."""
 
     approximate: Literal["none", "tanh"] = "none"
 
     def apply(self, gate_NF: torch.Tensor, up_NF: torch.Tensor) -> torch.Tensor:
+        """Return `gelu(gate) * up`."""
         return F.gelu(gate_NF, approximate=self.approximate) * up_NF
 
-    def forward_into(
-        self, out_NF: torch.Tensor, gate_NF: torch.Tensor, up_NF: torch.Tensor
-    ) -> None:
+    def value(self, gate_NF: torch.Tensor, out_NF: torch.Tensor) -> None:
+        """Fill `out_NF` with gelu(gate)."""
         torch.ops.aten.gelu.out(gate_NF, approximate=self.approximate, out=out_NF)
-        out_NF.mul_(up_NF)
 
-    def backward_into(self, step: ActivationStep) -> None:
-        torch.ops.aten.gelu.out(step.gate_NF, approximate=self.approximate, out=step.d_up_NF)
-        torch.mul(step.d_up_NF, step.up_NF, out=step.hidden_NF)
-        step.weigh()
-        step.d_up_NF.mul_(step.grad_NF)
-        step.grad_NF.mul_(step.up_NF)
+    def slope(self, grad_NF: torch.Tensor, gate_NF: torch.Tensor, out_NF: torch.Tensor) -> None:
+        """Fill `out_NF` with the gradient of gelu."""
         torch.ops.aten.gelu_backward.grad_input(
-            step.grad_NF,
-            step.gate_NF,
-            approximate=self.approximate,
-            grad_input=step.d_gate_NF,
+            grad_NF, gate_NF, approximate=self.approximate, grad_input=out_NF
         )
 
 
@@ -131,6 +147,7 @@ class ClampedSwiGLU:
     limit: float = 7.0
 
     def apply(self, gate_NF: torch.Tensor, up_NF: torch.Tensor) -> torch.Tensor:
+        """Return the clamped activation."""
         gate_NF = gate_NF.clamp(max=self.limit)
         up_NF = up_NF.clamp(-self.limit, self.limit)
         return (up_NF + 1) * (gate_NF * torch.sigmoid(self.alpha * gate_NF))
@@ -138,9 +155,11 @@ class ClampedSwiGLU:
     def forward_into(
         self, out_NF: torch.Tensor, gate_NF: torch.Tensor, up_NF: torch.Tensor
     ) -> None:
+        """Fill `out_NF` with the clamped activation."""
         out_NF.copy_(self.apply(gate_NF, up_NF))
 
     def backward_into(self, step: ActivationStep) -> None:
+        """Do the backward of `weight * act(gate, up)`."""
         gate = step.gate_NF.clamp(max=self.limit)
         up = step.up_NF.clamp(-self.limit, self.limit)
         sigmoid = torch.sigmoid(self.alpha * gate)

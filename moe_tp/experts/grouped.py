@@ -27,6 +27,7 @@ from moe_tp.errors import ConfigError
 from moe_tp.experts.activation import Activation
 from moe_tp.experts.dispatch import Received
 from moe_tp.experts.kernel import ExpertKernel, Options
+from moe_tp.parallel.collectives import accumulate_dtype, apply_function
 
 Backend = Literal["auto", "loop", "sliced", "grouped_mm"]
 BACKENDS: tuple[Backend, ...] = ("auto", "loop", "sliced", "grouped_mm")
@@ -92,7 +93,8 @@ def experts_forward(
             down_bias_eD=down_bias_eD,
             terms=terms,
         )
-    out: torch.Tensor = ExpertKernel.apply(
+    out: torch.Tensor = apply_function(
+        ExpertKernel,
         received.rows_RD,
         received.pair_weight_P,
         gate_up_e2FD,
@@ -114,11 +116,6 @@ def experts_forward(
         ),
     )
     return out
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which expert outputs of `dtype` are summed."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _choose(backend: Backend, rows_RD: torch.Tensor, gate_up_e2FD: torch.Tensor) -> Backend:
@@ -184,7 +181,7 @@ def _loop(
             y_ND = y_ND + terms.scale * F.linear(low, terms.down_b[place])
         y_ND = y_ND.to(out_RD.dtype)
         if down_bias_eD is not None:
-            y_ND = y_ND + weight_N1 * down_bias_eD[place]
+            y_ND = y_ND + (weight_N1 * down_bias_eD[place]).to(out_RD.dtype)
         # a row meets an expert once, so the order of this sum is the order of the experts
         out_RD = out_RD.index_add(0, row_N, y_ND)
     return out_RD

@@ -18,10 +18,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from moe_tp.experts import workspace
-from moe_tp.experts.activation import Activation, ActivationStep
+from moe_tp.experts.activation import Activation
 from moe_tp.experts.blocks import Block, Scratch, make_blocks
-
-CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements of one elementwise pass; CPU: stay in L2
+from moe_tp.experts.elementwise import activate, activate_backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,80 +74,6 @@ def _pre_activation(
     return out_nN
 
 
-def _chunks(rows: int, columns: int, device: torch.device) -> list[slice]:
-    size = max(CHUNK.get(device.type, CHUNK["cuda"]) // max(columns, 1), 1)
-    return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
-
-
-def _activate(
-    gate_up_nN: torch.Tensor,
-    weight_n: torch.Tensor,
-    hidden_nF: torch.Tensor,
-    scratch: Scratch,
-    act: Activation,
-) -> None:
-    """Fill `hidden_nF` with weight times activation, worked out in fp32."""
-    rows, size = hidden_nF.shape
-    exact = torch.promote_types(gate_up_nN.dtype, torch.float32)
-    for chunk in _chunks(rows, size, hidden_nF.device):
-        gate, up, hidden = gate_up_nN[chunk, :size], gate_up_nN[chunk, size:], hidden_nF[chunk]
-        count = gate.shape[0]
-        if exact != gate_up_nN.dtype:
-            gate = scratch.get("gate", count, size, exact).copy_(gate)
-            up = scratch.get("up", count, size, exact).copy_(up)
-            hidden = scratch.get("hidden", count, size, exact)
-        act.forward_into(hidden, gate, up)
-        hidden.mul_(weight_n[chunk, None])
-        if exact != gate_up_nN.dtype:
-            hidden_nF[chunk].copy_(hidden)
-
-
-def _activate_backward(
-    grad_nF: torch.Tensor,
-    gate_up_nN: torch.Tensor,
-    weight_n: torch.Tensor,
-    hidden_nF: torch.Tensor,
-    d_gate_up_nN: torch.Tensor,
-    d_weight_n: torch.Tensor,
-    scratch: Scratch,
-    act: Activation,
-) -> None:
-    """Fill hidden, pre-activation gradients and weight gradients from `grad_nF` (overwritten)."""
-    rows, size = hidden_nF.shape
-    exact = torch.promote_types(gate_up_nN.dtype, torch.float32)
-    cast = exact != gate_up_nN.dtype
-    for chunk in _chunks(rows, size, hidden_nF.device):
-        tensors = {
-            "grad": grad_nF[chunk],
-            "gate": gate_up_nN[chunk, :size],
-            "up": gate_up_nN[chunk, size:],
-            "hidden": hidden_nF[chunk],
-            "d_gate": d_gate_up_nN[chunk, :size],
-            "d_up": d_gate_up_nN[chunk, size:],
-        }
-        work = dict(tensors)
-        if cast:
-            count = work["grad"].shape[0]
-            work = {name: scratch.get(name, count, size, exact) for name in tensors}
-            for name in ("grad", "gate", "up"):
-                work[name].copy_(tensors[name])
-        act.backward_into(
-            ActivationStep(
-                grad_NF=work["grad"],
-                gate_NF=work["gate"],
-                up_NF=work["up"],
-                weight_N1=weight_n[chunk, None],
-                hidden_NF=work["hidden"],
-                d_gate_NF=work["d_gate"],
-                d_up_NF=work["d_up"],
-                d_weight_N=d_weight_n[chunk],
-            )
-        )
-        if cast:
-            for name in ("hidden", "d_gate", "d_up"):
-                tensors[name].copy_(work[name])
-
-
 def _gather(x_RD: torch.Tensor, row_n: torch.Tensor, scratch: Scratch, name: str) -> torch.Tensor:
     out = scratch.get(name, row_n.shape[0], x_RD.shape[1], x_RD.dtype)
     return torch.index_select(x_RD, 0, row_n, out=out)
@@ -169,7 +94,7 @@ def _forward_block(
     x_nD = _gather(rows_RD, row_n, scratch, "x")
     gate_up_nN = _pre_activation(block, x_nD, weights, gate_up_nN)
     hidden_nF = scratch.get("down_in", count, weights.hidden, dtype)
-    _activate(gate_up_nN, weight_n, hidden_nF, scratch, act)
+    activate(gate_up_nN, weight_n, hidden_nF, scratch, act)
     # x is not needed any more
     y_nD = block.nt(hidden_nF, weights.down_eDF, x_nD)
     if weights.down_a is not None and weights.down_b is not None:
@@ -218,7 +143,7 @@ def _backward_down(
         d_hidden_nF.add_(block.nn(low_grad_nr, weights.down_a))
     hidden_nF = scratch.get("down_in", count, size, dtype)
     d_gate_up_nN = scratch.get("d_gate_up", count, 2 * size, dtype)
-    _activate_backward(
+    activate_backward(
         d_hidden_nF, gate_up_nN, weight_n, hidden_nF, d_gate_up_nN, d_weight_n, scratch, act
     )
     if "down_eDF" in grads.of:
@@ -276,7 +201,7 @@ class ExpertKernel(Function):
     """`experts_forward` of the fast back ends; see `moe_tp.experts.grouped`."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102
         ctx: Any,
         rows_RD: torch.Tensor,
         weight_P: torch.Tensor,
@@ -329,8 +254,10 @@ class ExpertKernel(Function):
         return out_RD
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    @once_differentiable
+    def backward(  # noqa: D102
+        ctx: Any, *grad_outputs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         rows_RD, weight_P, gate_up, down, *rest = ctx.saved_tensors
         biases, adapters, (pair_row_P, saved_PN) = rest[:2], rest[2:6], rest[6:]
         options: Options = ctx.options

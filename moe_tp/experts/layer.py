@@ -106,7 +106,7 @@ class GroupedExperts(ParallelModule):
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype in which rows must arrive."""
-        return self.mesh.runtime.compute_dtype or self.gate_up.dtype
+        return self.mesh.runtime.compute_dtype or self.get_parameter("gate_up").dtype
 
     def forward(
         self, rows_RD: torch.Tensor, pair_weight_P: torch.Tensor, received: Received

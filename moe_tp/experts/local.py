@@ -5,6 +5,8 @@ Letters: T tokens on this rank · K choices · D width · P pairs · e experts.
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 
 from moe_tp.errors import ConfigError
@@ -13,6 +15,14 @@ from moe_tp.parallel.mesh import Mesh
 from moe_tp.routing.assignment import Assignment
 from moe_tp.routing.select import count_experts
 from moe_tp.routing.table import ExpertTable, slots_of_ids
+
+
+class Pairs(TypedDict):
+    """The part of `Received` that lists pairs."""
+
+    pair_row_P: torch.Tensor
+    pair_weight_P: torch.Tensor
+    counts_e: torch.Tensor
 
 
 class LocalDispatcher:
@@ -49,9 +59,7 @@ class LocalDispatcher:
         return partial_RD.to(received.route)
 
 
-def sort_pairs(
-    slot_TK: torch.Tensor, num_slots: int, weights_TK: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def sort_pairs(slot_TK: torch.Tensor, num_slots: int, weights_TK: torch.Tensor) -> Pairs:
     """Return `pair_row_P`, `pair_weight_P` and `counts_e` of all choices, sorted by slot.
 
     Args:

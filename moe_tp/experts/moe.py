@@ -19,7 +19,6 @@ from moe_tp.experts.activation import Activation
 from moe_tp.experts.activation import activation as activation_of
 from moe_tp.experts.dispatch import Dispatcher
 from moe_tp.experts.dispatchers import make_dispatcher
-from moe_tp.experts.host import check_host
 from moe_tp.experts.layer import GroupedExperts
 from moe_tp.experts.losses import MoEAux, Sequences, router_losses
 from moe_tp.experts.mlp import GatedMLP
@@ -152,7 +151,6 @@ class MoE(nn.Module):
         Collectives: those of the dispatcher over ep and etp, of the shared expert over tp, and of
         the losses over all owners of tokens.
         """
-        check_host(self)
         x_TD = x.reshape(-1, self.dim)
         mask_T = None if mask is None else mask.reshape(-1)
         ids_T = None if token_ids is None else token_ids.reshape(-1)

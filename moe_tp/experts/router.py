@@ -67,7 +67,7 @@ class Router(ParallelModule):
         if config.correction_bias:
             spec = ParamSpec(shape=(experts,), init=ZEROS, role="bias", keep_fp32=True)
             self.add_parameter("correction_bias", spec, torch.float32)
-            self.correction_bias.requires_grad_(False)
+            self.get_parameter("correction_bias").requires_grad_(False)
         if config.frozen:
             for param in self.parameters():
                 param.requires_grad_(False)
@@ -76,7 +76,7 @@ class Router(ParallelModule):
         self.register_buffer("step_counts_E", counts, persistent=False)
         steps = torch.zeros((), dtype=torch.int64, device=mesh.device)
         self.register_buffer("bias_steps", steps)
-        self._counted_at: int | None = None
+        self._counted = False
 
     @property
     def counts_load(self) -> bool:
@@ -151,15 +151,15 @@ class Router(ParallelModule):
 
     def count(self, chosen_E: torch.Tensor) -> None:
         """Add the load of one backward to the step's, and warn where the last step's is there."""
-        version = to_local(self.weight)._version
-        if self._counted_at is None:
-            self._counted_at = version
-        elif version != self._counted_at:
+        weight = self.get_parameter("weight")
+        # gradients were cleared since the last count, so an optimiser step lies between
+        if self._counted and weight.requires_grad and weight.grad is None:
             warn_once(
                 f"update_router_bias/{id(self)}",
                 f"layer {self.layer}: the router was optimised but its load was not used; call "
                 "update_router_bias(model) after every optimiser step",
             )
+        self._counted = True
         self.step_counts_E.add_(chosen_E)
 
     def finish_step(self, counts_E: torch.Tensor) -> None:
@@ -169,12 +169,12 @@ class Router(ParallelModule):
             counts_E: choices of the step, summed over all owners of tokens.
         """
         if self.config.correction_bias and not self.config.frozen:
-            bias_E = to_local(self.correction_bias)
+            bias_E = to_local(self.get_parameter("correction_bias"))
             rate = bias_rate_at(self.config, int(self.bias_steps))
             bias_E.copy_(update_bias(bias_E, counts_E, rate))
         self.bias_steps += 1
         self.step_counts_E.zero_()
-        self._counted_at = None
+        self._counted = False
 
 
 class _CountLoad(Function):

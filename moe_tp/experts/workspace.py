@@ -25,7 +25,7 @@ _kept: list[torch.UntypedStorage] = []
 
 def _is_free(storage: torch.UntypedStorage) -> bool:
     # one reference is the Python object in _kept
-    return bool(torch._C._storage_Use_Count(storage._cdata) == 1)  # type: ignore[attr-defined]
+    return bool(torch._C._storage_Use_Count(storage._cdata) == 1)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -49,7 +49,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
             _trim(size)
             best = torch.UntypedStorage(_rounded(size), device="cpu")
             _kept.append(best)
-        return torch.empty(0, dtype=dtype).set_(best, 0, tuple(shape))
+        flat = torch.empty(0, dtype=torch.uint8).set_(best)
+        return flat[:size].view(dtype).view(tuple(shape))
 
 
 def free_bytes() -> int:
@@ -65,7 +66,7 @@ def release() -> int:
 
 
 def _rounded(size: int) -> int:
-    """Return `size` up to an eighth larger, so that unequal steps can share; unused pages are free."""
+    """Return `size`, at most an eighth more: unequal steps share, and unused pages cost nothing."""
     grain = 1 << max(size.bit_length() - 4, 0)
     return -(-size // grain) * grain
 
