@@ -1,0 +1,320 @@
+"""The fine-tuning run: hub folder in; metrics, report and a hub folder out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_tp.checkpoint.agree import gather_json, together
+from moe_tp.errors import MoeTpError
+from moe_tp.experts.moe import update_router_bias
+from moe_tp.models.decoder import Decoder
+from moe_tp.models.load import from_pretrained, save_pretrained
+from moe_tp.parallel.gradients import clip_grad_norm, settle_gradients
+from moe_tp.parallel.mesh import Mesh
+from moe_tp.parallel.parameter import named_specs, to_local
+from moe_tp.train.config import FinetuneConfig
+from moe_tp.train.data import Batch, DataStream, evaluation_batches, load_rows
+from moe_tp.train.metrics import LOAD, METRICS, LineWriter, load_summary
+from moe_tp.train.optim import make_optimizer, rate_factor, set_rate
+from moe_tp.train.probe import write_probe
+from moe_tp.train.progress import ProgressLine
+from moe_tp.train.report import write_report
+from moe_tp.train.rows import Rows
+from moe_tp.train.settings import to_yaml
+from moe_tp.train.step import StepOutput, forward_backward
+
+FINAL, SETTINGS = "final", "config.yaml"
+_EVAL_CHUNK = 16  # micro-batches of one call of an evaluation
+
+
+def finetune(config: FinetuneConfig, mesh: Mesh, *, quiet: bool = False) -> dict[str, Any]:
+    """Return what the run came to, having trained and written the output folder; collective.
+
+    Args:
+        config: the run; `parallel` and `runtime` are those that `mesh` was made of.
+        mesh: the mesh.
+        quiet: show no progress.
+
+    Raises:
+        ConfigError: settings do not fit each other or the model.
+        DataError: the data cannot be used.
+        CheckpointError: the model folder cannot be read, or the output not written.
+
+    Collectives: those of loading, of each step, of evaluations and of saving.
+    """
+    config.train.accumulation(mesh.size("dp"))  # refused before anything is allocated
+    mesh.agree("the settings of the run", repr(config))
+    run = Run(config, mesh, quiet=quiet)
+    return run.go()
+
+
+class Run:
+    """A fine-tuning run in progress.
+
+    Args:
+        config: the settings.
+        mesh: the mesh.
+        quiet: show no progress.
+
+    Attributes:
+        model, optimizer, stream: what is trained, by what, on what.
+        steps: of the whole run.
+        step: steps done.
+        total_tokens: targets learned from since the start.
+    """
+
+    def __init__(self, config: FinetuneConfig, mesh: Mesh, *, quiet: bool = False) -> None:
+        self.config, self.mesh = config, mesh
+        self.output, self.first = Path(config.output), mesh.rank == 0
+        self.quiet = quiet or not self.first
+        together(self._open_output, mesh.group("world"), mesh.device)
+        # Master weights are fp32 unless the runtime names another dtype: an update of lr x 1 is
+        # lost in bf16 as soon as a weight is 256 times larger.
+        self.model = from_pretrained(
+            config.model, mesh, dtype=mesh.runtime.master_dtype or torch.float32
+        )
+        self.model.seed = config.seed
+        if config.train.residual_dropout is not None:
+            set_residual_dropout(self.model, config.train.residual_dropout)
+        self.rows = self._load(config.data.train)
+        self.held_out = self._load(config.data.eval) if config.data.eval else None
+        self.stream = DataStream(
+            self.rows,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            global_batch=config.train.global_batch,
+            micro_batch=config.train.micro_batch,
+            dp=mesh.size("dp"),
+            dp_rank=mesh.coordinate("dp"),
+        )
+        self.steps = self._num_steps()
+        self.optimizer = make_optimizer(self.model, config.train)
+        self.step = self.total_tokens = self.bad_steps = self.bad_in_a_row = 0
+
+    def go(self) -> dict[str, Any]:
+        """Return the result of the run, having done all its steps and written its folder."""
+        began = time.monotonic()
+        metrics, load = (
+            LineWriter(self.output / name if self.first else None) for name in (METRICS, LOAD)
+        )
+        line: dict[str, Any] = {}
+        with ProgressLine(self.steps, shown=not self.quiet) as progress:
+            progress.note(f"{self.config.model} on {self.mesh.layout}: {self.rows.counts}")
+            while self.step < self.steps:
+                line, counts = self.train_step()
+                line |= self._evaluation_if_due(progress)
+                metrics.write(line)
+                if self.step % self.config.train.load_every == 0 or self.step in (1, self.steps):
+                    load.write({"step": self.step, **counts})
+                progress.step(line)
+                self._stop_if_hopeless()
+        metrics.close()
+        load.close()
+        seconds = time.monotonic() - began
+        final = self.save_final()
+        result = {
+            "final": str(final),
+            "steps": self.step,
+            "skipped_steps": self.bad_steps,
+            "tokens": self.total_tokens,
+            "loss": line.get("loss"),
+            "eval_loss": line.get("eval_loss"),
+            "seconds": round(seconds, 2),
+        }
+        together(self._write_report, self.mesh.group("world"), self.mesh.device)
+        return result
+
+    def train_step(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the step's line of metrics and its load, having done one optimiser step.
+
+        A step whose loss or gradient is not finite changes nothing but is counted.
+        """
+        train, start = self.config.train, time.monotonic()
+        rate = set_rate(self.optimizer, rate_factor(train, self.step, self.steps))
+        self.model.train()
+        self.optimizer.zero_grad()
+        out = forward_backward(self.model, self.stream.next_step(), step=self.step)
+        settle_gradients(self.model)
+        norm = clip_grad_norm(self.model, train.max_grad_norm or math.inf)
+        loss = float(out.loss)
+        good = math.isfinite(loss) and math.isfinite(norm)
+        where = None if good else non_finite_parameter(self.model)
+        if good:
+            self.optimizer.step()
+            self.bad_in_a_row = 0
+        else:
+            self.bad_steps += 1
+            self.bad_in_a_row += 1
+        update_router_bias(self.model)
+        self.step += 1
+        self.total_tokens += out.target_tokens
+        line = self._line(out, loss, norm, rate, time.monotonic() - start)
+        if not good:
+            line |= {"skipped": True, "where": where}
+        return line, self._load_of(out)
+
+    def evaluate(self) -> dict[str, float]:
+        """Return mean loss and perplexity of the held-out rows; equal for every layout.
+
+        Collectives: those of the forward passes.
+        """
+        assert self.held_out is not None
+        self.model.eval()
+        total, targets = 0.0, 0
+        pending: list[Batch] = []
+        lists = list(
+            evaluation_batches(
+                self.held_out,
+                micro_batch=self.config.train.micro_batch,
+                dp=self.mesh.size("dp"),
+                dp_rank=self.mesh.coordinate("dp"),
+            )
+        )
+        for first in range(0, len(lists), _EVAL_CHUNK):
+            pending = [batch for part in lists[first : first + _EVAL_CHUNK] for batch in part]
+            out = forward_backward(self.model, pending, step=self.step, backward=False)
+            total += float(out.loss) * out.target_tokens
+            targets += out.target_tokens
+        loss = total / max(1, targets)
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        return {"eval_loss": loss, "eval_perplexity": perplexity, "eval_tokens": targets}
+
+    def save_final(self) -> Path:
+        """Return `final/`, a hub folder with tokenizer files, and write the probe beside it.
+
+        Collectives: those of `save_pretrained` and of one forward pass.
+        """
+        final, train = self.output / FINAL, self.config.train
+        save_pretrained(
+            self.model, final, dtype=train.save_dtype, max_shard_size=train.max_shard_size
+        )
+        if train.probe_tokens:
+            self.model.eval()
+            rows = self.held_out or self.rows
+            write_probe(self.model, rows, train.probe_tokens, self.output)
+        return final
+
+    def _load(self, files: tuple[str, ...]) -> Rows:
+        return load_rows(
+            self.config.data,
+            files,
+            self.mesh,
+            model_folder=self.config.model,
+            vocab_size=self.model.config.vocab_size,
+            cache=self.output / "rows",
+        )
+
+    def _num_steps(self) -> int:
+        train = self.config.train
+        if train.steps is not None:
+            return train.steps
+        assert train.epochs is not None
+        return max(1, math.ceil(train.epochs * len(self.rows) / train.global_batch))
+
+    def _open_output(self) -> None:
+        if self.first:
+            self.output.mkdir(parents=True, exist_ok=True)
+            (self.output / SETTINGS).write_text(to_yaml(self.config), encoding="utf-8")
+
+    def _write_report(self) -> None:
+        if self.first:
+            title = f"{Path(self.config.model).name} on {self.mesh.layout}"
+            write_report(self.output, title=title, settings=to_yaml(self.config))
+
+    def _evaluation_if_due(self, progress: ProgressLine) -> dict[str, float]:
+        every = self.config.train.eval_every
+        due = self.step == self.steps or (every and self.step % every == 0)
+        if self.held_out is None or not due:
+            return {}
+        found = self.evaluate()
+        progress.note(
+            f"step {self.step}: held-out loss {found['eval_loss']:.4f}, "
+            f"perplexity {found['eval_perplexity']:.2f}"
+        )
+        return found
+
+    def _line(
+        self, out: StepOutput, loss: float, norm: float, rate: float, seconds: float
+    ) -> dict[str, Any]:
+        """Return the step's line of metrics; `tokens` are the targets of the step."""
+        line: dict[str, Any] = {
+            "step": self.step,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": rate,
+            "tokens": out.target_tokens,
+            "total_tokens": self.total_tokens,
+            "seconds": round(seconds, 4),
+            "tokens_per_second": out.target_tokens / max(seconds, 1e-9),
+            "load_balance_loss": float(out.aux.loss),
+            **load_summary(self._moe_counts(out)),
+            "skipped_steps": self.bad_steps,
+        }
+        if self.mesh.device.type == "cuda":
+            line["memory_gib"] = torch.cuda.max_memory_allocated(self.mesh.device) / 2**30
+        return line
+
+    def _moe_counts(self, out: StepOutput) -> torch.Tensor:
+        return out.aux.counts_LE[list(self.model.config.moe_layers)].cpu()
+
+    def _load_of(self, out: StepOutput) -> dict[str, Any]:
+        layers = list(self.model.config.moe_layers)
+        return {"layers": layers, "counts": self._moe_counts(out).tolist()}
+
+    def _stop_if_hopeless(self) -> None:
+        if self.bad_in_a_row < self.config.train.max_bad_steps:
+            return
+        raise MoeTpError(
+            f"the last {self.bad_in_a_row} steps had a loss or gradient that is not finite, so the "
+            f"run stops at step {self.step} (train.max_bad_steps="
+            f"{self.config.train.max_bad_steps}); lower train.lr or look at the data"
+        )
+
+
+def set_residual_dropout(model: Decoder, p: float) -> None:
+    """Set the probability of dropping an element before it joins the residual, in every block.
+
+    Args:
+        model: the model; what it exports stays as it was.
+        p: in [0, 1).
+    """
+    changed = dataclasses.replace(model.config, residual_dropout=p)
+    model.config = changed
+    for block in model.blocks:
+        block.config = changed
+
+
+def non_finite_parameter(model: Decoder) -> str:
+    """Return the first rank and parameter whose gradient is not finite.
+
+    Collectives: all-gather of a text over the world.
+    """
+    mine: str | None = None
+    for entry in named_specs(model):
+        grad = entry.param.grad
+        if grad is not None and not bool(torch.isfinite(to_local(grad)).all()):
+            mine = entry.fqn
+            break
+    found = gather_json(mine, model.mesh.group("world"), model.mesh.device)
+    for rank, name in enumerate(found):
+        if name is not None:
+            return f"rank {rank}: gradient of {name}"
+    return "loss"
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """Return the result of a run as one sentence."""
+    text = (
+        f"{result['steps']} steps, {result['tokens']:,} tokens in {result['seconds']:.0f} s; "
+        f"loss {result['loss']:.4f}"
+    )
+    if result["eval_loss"] is not None:
+        text += f", held out {result['eval_loss']:.4f}"
+    return f"{text}; wrote {result['final']}"

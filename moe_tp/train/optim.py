@@ -1,0 +1,69 @@
+"""The optimiser of a run, and the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_tp.parallel.gradients import parameter_groups
+from moe_tp.train.config import TrainConfig
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Return the optimiser of the trainable parameters; its groups remember their highest rate.
+
+    Args:
+        model: its parameters, usually fp32, are the master weights.
+        config: kind, rates, decay.
+    """
+    groups = parameter_groups(
+        model, weight_decay=config.weight_decay, lr=config.lr, router_lr=config.router_lr
+    )
+    for group in groups:
+        group["peak_lr"] = group["lr"]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+
+def rate_factor(config: TrainConfig, step: int, steps: int) -> float:
+    """Return the learning rate of a step as a part of the highest.
+
+    The warmup rises linearly and reaches 1 at step `warmup_steps`. From there `linear` and `cosine`
+    (arXiv:1608.03983) fall to `min_lr_ratio` at the last step; `wsd` (arXiv:2404.06395) stays at 1
+    and falls linearly over its last `decay_steps`.
+
+    Args:
+        config: the schedule.
+        step: from 0.
+        steps: of the whole run.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    low = config.min_lr_ratio
+    if config.schedule == "constant":
+        return 1.0
+    start = config.warmup_steps
+    if config.schedule == "wsd":
+        decay = config.decay_steps if config.decay_steps is not None else max(1, steps // 10)
+        start = max(start, steps - 1 - decay)
+    done = min(1.0, max(0.0, (step - start) / max(1, steps - 1 - start)))
+    if config.schedule == "cosine":
+        return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * done))
+    return low + (1.0 - low) * (1.0 - done)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
+    """Return the learning rate of the first group, having set that of each to its part.
+
+    Args:
+        optimizer: from `make_optimizer`.
+        factor: part of the highest rate.
+    """
+    group: dict[str, Any]
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor
+    return float(optimizer.param_groups[0]["peak_lr"]) * factor
