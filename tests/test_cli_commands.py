@@ -97,8 +97,8 @@ def test_inspect_tells_a_missing_tensor_and_a_family_it_does_not_know(
         (["init", "mixtral", "OUT", "--set", "hidden_size"], "has no value"),
         (["init", "mixtral", "OUT", "--dtype", "int3"], "dtype 'int3' is unknown"),
         (["init", "mixtral", "OUT", "--tp", "2"], "--nproc N starts N ranks"),
-        (["init", "mixtral", "OUT", "--runtime", "speed=9"], "runtime setting 'speed' is unknown"),
-        (["init", "mixtral", "OUT", "--runtime", "recompute=x"], "recompute='x' is unknown"),
+        (["init", "mixtral", "OUT", "--runtime", "speed=9"], "--runtime: speed is unknown"),
+        (["init", "mixtral", "OUT", "--runtime", "recompute=x"], "recompute='x' is not one of"),
         (["inspect", "no/such/folder"], "no/such/folder"),
         (["export", "no/such/folder", "OUT"], "no/such/folder"),
         (["verify", "no/such/folder"], "no/such/folder"),
@@ -139,9 +139,12 @@ def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) ->
 
 def test_runtime_settings_take_their_fields_types() -> None:
     class Options:
-        runtime = ("compute_dtype=bf16", "deterministic=true", "virtual_stages=2", "timeout=9.5")
+        runtime = (
+            *("compute_dtype=bf16", "deterministic=true", "virtual_stages=2", "timeout=9.5"),
+            *("recompute=full", "wire_dtype=none"),
+        )
 
-    runtime = runtime_of(Options(), {"recompute": "full", "wire_dtype": None})  # type: ignore[arg-type]
+    runtime = runtime_of(Options())  # type: ignore[arg-type]
     assert runtime.compute_dtype is torch.bfloat16
     assert runtime.deterministic is True
     assert (runtime.virtual_stages, runtime.timeout, runtime.recompute) == (2, 9.5, "full")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import types
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,11 +14,13 @@ import torch.distributed as dist
 from moe_tp.errors import ConfigError
 from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.parallel.mesh import Mesh
+from moe_tp.train.settings import from_mapping
 
 __all__ = [
     "add_json_argument",
     "add_layout_arguments",
     "check_ranks",
+    "given_degrees",
     "is_first_rank",
     "layout_of",
     "make_mesh",
@@ -82,47 +81,26 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def layout_of(options: argparse.Namespace, base: Mapping[str, Any] | None = None) -> ParallelLayout:
-    """Return the layout asked for.
-
-    Args:
-        options: parsed arguments; a degree given there wins.
-        base: degrees from a config file.
-    """
-    degrees = dict(base or {})
-    unknown = sorted(set(degrees) - set(_DEGREES))
-    if unknown:
-        raise ConfigError(
-            f"parallel.{unknown[0]} is no degree of a layout; choose among {', '.join(_DEGREES)}"
-        )
-    given = {name: getattr(options, name) for name in _DEGREES}
-    degrees.update({name: value for name, value in given.items() if value is not None})
-    return ParallelLayout(**degrees)
+def given_degrees(options: argparse.Namespace) -> dict[str, int]:
+    """Return the degrees of the layout that the command line gives."""
+    degrees = {name: getattr(options, name) for name in _DEGREES}
+    return {name: value for name, value in degrees.items() if value is not None}
 
 
-def runtime_of(options: argparse.Namespace, base: Mapping[str, Any] | None = None) -> Runtime:
-    """Return the runtime asked for.
+def layout_of(options: argparse.Namespace) -> ParallelLayout:
+    """Return the layout asked for."""
+    return ParallelLayout(**given_degrees(options))
 
-    Args:
-        options: parsed arguments; a key given with --runtime wins.
-        base: settings from a config file.
-    """
-    settings: dict[str, Any] = dict(base or {})
+
+def runtime_of(options: argparse.Namespace) -> Runtime:
+    """Return the runtime asked for."""
+    settings = {}
     for item in options.runtime:
         key, found, value = item.partition("=")
         if not found:
             raise ConfigError(f"--runtime {item} has no value; write --runtime {item}=VALUE")
         settings[key] = value
-    hints = typing.get_type_hints(Runtime)
-    known = [field.name for field in dataclasses.fields(Runtime)]
-    for key, value in settings.items():
-        if key not in known:
-            raise ConfigError(
-                f"runtime setting {key!r} is unknown; choose among {', '.join(known)}"
-            )
-        if isinstance(value, str):
-            settings[key] = _coerce(key, value, hints[key])
-    return Runtime(**settings)
+    return from_mapping(Runtime, settings, "--runtime")
 
 
 def make_mesh(
@@ -198,29 +176,3 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number of ranks; choose 1 or more")
     return number
-
-
-def _coerce(key: str, text: str, hint: Any) -> Any:
-    """Return the value that a text stands for in a field of this type."""
-    if typing.get_origin(hint) is typing.Literal:
-        choices = typing.get_args(hint)
-        if text not in choices:
-            raise ConfigError(
-                f"runtime {key}={text!r} is unknown; choose among {', '.join(choices)}"
-            )
-        return text
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        if text.lower() == "none":
-            return None
-        (hint,) = [part for part in typing.get_args(hint) if part is not type(None)]
-        return _coerce(key, text, hint)
-    if hint is bool:
-        if text.lower() not in ("true", "false", "1", "0"):
-            raise ConfigError(f"runtime {key}={text!r} must be true or false")
-        return text.lower() in ("true", "1")
-    if hint is torch.dtype:
-        return parse_dtype(text)
-    try:
-        return hint(text)
-    except ValueError:
-        raise ConfigError(f"runtime {key}={text!r} must be of type {hint.__name__}") from None
