@@ -1,0 +1,167 @@
+"""Conversations as the model's own template writes them, and which characters are answers."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_tp.errors import DataError
+
+Span = tuple[int, int]
+Message = Mapping[str, Any]
+
+# Unicode noncharacters: no text holds them, no filter of a template touches them.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    """A conversation as text.
+
+    Args:
+        text: what the model reads.
+        answers: first and one past the last character of each assistant turn.
+    """
+
+    text: str
+    answers: list[Span]
+
+
+class ChatTemplate:
+    """A jinja template of a model folder.
+
+    Where the template marks answers by `{% generation %}`, those marks count. Where it does not,
+    an answer is what the template adds for an assistant turn to the turns before it with the
+    prompt for an answer; templates that rewrite earlier turns are searched for the turn's content.
+
+    Args:
+        source: jinja text.
+        special: special tokens by role, which templates use by name.
+
+    Raises:
+        DataError: the template is no jinja.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        from jinja2 import TemplateError
+
+        self.marks = "generation" in source and "endgeneration" in source
+        self.special = dict(special)
+        try:
+            self.template = _environment().from_string(source)
+        except TemplateError as error:
+            raise DataError(f"the chat template cannot be used: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        answers: Sequence[int] | None = None,
+        tools: Sequence[Any] | None = None,
+    ) -> Rendered:
+        """Return a conversation as text with the places of its answers.
+
+        Args:
+            messages: turns.
+            answers: indices of the turns that count; None: each assistant turn.
+            tools: descriptions of tools, for templates that list them.
+
+        Raises:
+            DataError: the template refuses the conversation, or an answer is not to be found.
+        """
+        text, marked = self._run(messages, tools, prompt=False)
+        turns = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
+        if self.marks and answers is None:
+            return Rendered(text=text, answers=marked)
+        wanted = turns if answers is None else list(answers)
+        if self.marks and len(marked) == len(turns):
+            spans = [span for i, span in zip(turns, marked, strict=True) if i in wanted]
+            return Rendered(text=text, answers=spans)
+        spans, cursor = [], 0
+        for i in wanted:
+            span = self._place(messages, i, text, cursor, tools)
+            spans.append(span)
+            cursor = span[1]
+        return Rendered(text=text, answers=spans)
+
+    def _place(
+        self, messages: Sequence[Message], i: int, text: str, cursor: int, tools: Any
+    ) -> Span:
+        before = self._run(messages[:i], tools, prompt=True)[0] if i else ""
+        after = self._run(messages[: i + 1], tools, prompt=False)[0]
+        if text.startswith(after) and after.startswith(before) and len(before) >= cursor:
+            return len(before), len(after)
+        content = messages[i].get("content")
+        at = text.find(content.strip(), cursor) if isinstance(content, str) else -1
+        if at < 0 or not isinstance(content, str):
+            raise DataError(
+                f"turn {i} cannot be found in what the chat template makes of it; use a template "
+                f"with {{% generation %}} marks, or data.loss=all"
+            )
+        return at, at + len(content.strip())
+
+    def _run(
+        self, messages: Sequence[Message], tools: Any, *, prompt: bool
+    ) -> tuple[str, list[Span]]:
+        from jinja2 import TemplateError
+
+        try:
+            marked = self.template.render(
+                messages=list(messages),
+                tools=tools,
+                add_generation_prompt=prompt,
+                **self.special,
+            )
+        except (TemplateError, TypeError) as error:
+            raise DataError(f"the chat template refuses the conversation: {error}") from error
+        return _unmark(marked)
+
+
+def _unmark(marked: str) -> tuple[str, list[Span]]:
+    """Return the text without marks, and the places they enclosed."""
+    parts: list[str] = []
+    spans: list[Span] = []
+    length = start = 0
+    for piece in marked.replace(_CLOSE, _OPEN + _CLOSE).split(_OPEN):
+        if piece.startswith(_CLOSE):
+            spans.append((start, length))
+            piece = piece[1:]
+        start = length
+        parts.append(piece)
+        length += len(piece)
+    return "".join(parts), spans
+
+
+def _environment() -> Any:
+    """Return a sandboxed environment with what templates of model folders rely on."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 - jinja declares it so
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return f"{_OPEN}{caller()}{_CLOSE}"
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment

@@ -1,0 +1,181 @@
+"""The settings of a fine-tuning run, as its YAML file has them; every field is documented here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from moe_tp.errors import ConfigError
+from moe_tp.parallel.layout import ParallelLayout, Runtime
+
+Format = Literal["auto", "text", "messages", "prompt", "alpaca", "sharegpt", "tokens"]
+LongDocuments = Literal["auto", "split", "truncate", "drop"]
+LossOn = Literal["auto", "answers", "all"]
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
+OptimizerName = Literal["adamw", "sgd"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """What is learned from.
+
+    Args:
+        train: files or folders of them: .txt, .jsonl, .json, .csv, .parquet.
+        eval: likewise, held out; none: no evaluation.
+        format: of a record. `text`: {text}; `messages`: {messages: [{role, content}]}; `prompt`:
+            {prompt, completion}; `alpaca`: {instruction, input, output}; `sharegpt`:
+            {conversations: [{from, value}]}; `tokens`: {input_ids, labels}; `auto` goes by the
+            keys of each file's first record.
+        columns: name that this library reads -> name in the files, where they differ.
+        seq_len: tokens a row.
+        packing: put several documents in a row, with no attention and no target across.
+        long: documents of more than seq_len tokens are split into rows, cut at the end, or left
+            out; `auto` splits text and cuts conversations.
+        loss: on `answers` (assistant turns, completions) or on `all` tokens; `auto`: answers where
+            a record has them.
+        chat_template: file of a jinja template; none: the model folder's.
+        tokenizer: folder of the tokenizer; none: the model's.
+        add_eos: end each document with the end token if its text does not.
+        shuffle: rows in a random order, another one each epoch.
+    """
+
+    train: tuple[str, ...]
+    eval: tuple[str, ...] = ()
+    format: Format = "auto"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    seq_len: int = 2048
+    packing: bool = True
+    long: LongDocuments = "auto"
+    loss: LossOn = "auto"
+    chat_template: str | None = None
+    tokenizer: str | None = None
+    add_eos: bool = True
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.train:
+            raise ConfigError("data.train is empty; name at least one file or folder")
+        _at_least("data.seq_len", self.seq_len, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How it is learned.
+
+    Args:
+        steps: optimiser steps; none: as many as `epochs` takes.
+        epochs: passes over the data, where `steps` is none.
+        micro_batch: rows a data-parallel rank computes at a time.
+        global_batch: rows of an optimiser step over all ranks; a multiple of micro_batch x dp.
+        optimizer: adamw, or sgd with momentum.
+        lr: learning rate at its highest.
+        router_lr: that of routers; none: lr.
+        weight_decay: for weights; norms and biases get none.
+        betas: decay of AdamW's moments.
+        eps: of AdamW.
+        momentum: of sgd.
+        schedule: after the warmup: `constant`; `linear` or `cosine` down to min_lr_ratio x lr at
+            the last step; `wsd`: constant, then linear over the last decay_steps.
+        warmup_steps: steps of a linear rise from 0.
+        decay_steps: of wsd; none: a tenth of all.
+        min_lr_ratio: where the schedule ends, as a part of lr.
+        max_grad_norm: gradients are scaled down to this norm; 0: never.
+        residual_dropout: probability, in training only; none: the model's own.
+        eval_every: steps between evaluations; 0: only after the last step.
+        load_every: steps between lines of expert load in load.jsonl.
+        max_bad_steps: steps in a row with a loss or gradient that is not finite, each left out,
+            before the run stops.
+        probe_tokens: logits of this many tokens of data are written to probe.safetensors by the
+            trained layout, so that final/ can be checked in another; 0: none.
+        save_dtype: of the weights in final/; none: as in the model folder.
+        max_shard_size: of a weight file in final/.
+    """
+
+    steps: int | None = None
+    epochs: float | None = None
+    micro_batch: int = 1
+    global_batch: int = 8
+    optimizer: OptimizerName = "adamw"
+    lr: float = 1e-5
+    router_lr: float | None = None
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    schedule: Schedule = "cosine"
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    min_lr_ratio: float = 0.1
+    max_grad_norm: float = 1.0
+    residual_dropout: float | None = None
+    eval_every: int = 0
+    load_every: int = 10
+    max_bad_steps: int = 5
+    probe_tokens: int = 0
+    save_dtype: torch.dtype | None = None
+    max_shard_size: str = "5GB"
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise ConfigError(
+                f"train.steps={self.steps} and train.epochs={self.epochs}: give exactly one of them"
+            )
+        for name in ("micro_batch", "global_batch", "load_every", "max_bad_steps"):
+            _at_least(f"train.{name}", getattr(self, name), 1)
+        for name in ("warmup_steps", "eval_every", "probe_tokens"):
+            _at_least(f"train.{name}", getattr(self, name), 0)
+        if self.steps is not None:
+            _at_least("train.steps", self.steps, 1)
+        if self.epochs is not None and not self.epochs > 0:
+            raise ConfigError(f"train.epochs={self.epochs} must be above 0")
+        if not self.lr >= 0:
+            raise ConfigError(f"train.lr={self.lr} must not be negative")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ConfigError(f"train.min_lr_ratio={self.min_lr_ratio} must lie in [0, 1]")
+        if self.residual_dropout is not None and not 0 <= self.residual_dropout < 1:
+            raise ConfigError(f"train.residual_dropout={self.residual_dropout} must lie in [0, 1)")
+
+    def accumulation(self, dp: int) -> int:
+        """Return the micro-batches of a step on each of `dp` ranks.
+
+        Raises:
+            ConfigError: they do not fill the global batch exactly.
+        """
+        at_once = self.micro_batch * dp
+        if self.global_batch % at_once:
+            raise ConfigError(
+                f"train.global_batch={self.global_batch} is no multiple of micro_batch x dp = "
+                f"{self.micro_batch} x {dp}; choose a multiple of {at_once}, or another micro_batch"
+            )
+        return self.global_batch // at_once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinetuneConfig:
+    """A whole run.
+
+    Args:
+        model: hub-format folder to start from.
+        output: folder that gets metrics, report, checkpoints and final/.
+        data: what is learned from.
+        train: how it is learned.
+        parallel: the layout.
+        runtime: how the layout is run.
+        seed: of the data order and of dropout.
+    """
+
+    model: str
+    output: str
+    data: DataConfig
+    train: TrainConfig
+    parallel: ParallelLayout = field(default_factory=ParallelLayout)
+    runtime: Runtime = field(default_factory=Runtime)
+    seed: int = 0
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(f"{name}={value} must be at least {low}")

@@ -1,0 +1,158 @@
+"""Records from data files: .txt, .jsonl, .json, .csv, .parquet, or a folder of them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_tp.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One record and where it stands, for messages.
+
+    Args:
+        fields: its values by key.
+        where: file and line or number.
+        whole_file: the record is a text file, which has no records of its own.
+    """
+
+    fields: dict[str, Any]
+    where: str
+    whole_file: bool = False
+
+
+def list_files(names: Sequence[str | Path]) -> list[Path]:
+    """Return data files in a fixed order; a folder stands for the data files below it.
+
+    Raises:
+        DataError: one does not exist, is of no known kind, or a folder holds none.
+    """
+    found: list[Path] = []
+    for name in names:
+        path = Path(name)
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix in _READERS and p.is_file())
+            if not inside:
+                raise DataError(f"{path} holds no data file; it can hold {_kinds()}")
+            found += inside
+        elif not path.is_file():
+            raise DataError(f"{path} does not exist; check the paths in data.train and data.eval")
+        elif path.suffix not in _READERS:
+            raise DataError(f"{path} is no data file that can be read; it can be {_kinds()}")
+        else:
+            found.append(path)
+    return found
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Yield the records of one file in order.
+
+    Raises:
+        DataError: the file cannot be read, a record is malformed, or there is none.
+    """
+    count = 0
+    for record in _READERS[path.suffix](path):
+        count += 1
+        yield record
+    if count == 0:
+        raise DataError(f"{path} is empty; remove it from the settings or fill it")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text: byte {error.start} cannot be decoded; convert the file"
+        ) from error
+
+
+def _txt(path: Path) -> Iterator[Record]:
+    text = _read_text(path)
+    if text.strip():
+        yield Record(fields={"text": text}, where=str(path), whole_file=True)
+
+
+def _jsonl(path: Path) -> Iterator[Record]:
+    # splitlines() would also cut at characters that JSON strings may hold, such as U+2028.
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+        if line.strip():
+            where = f"{path} line {number}"
+            yield Record(fields=_object(_decode(line, where), where), where=where)
+
+
+def _json(path: Path) -> Iterator[Record]:
+    text = _read_text(path)
+    if not text.strip():
+        return
+    content = _decode(text, str(path))
+    if not isinstance(content, list):
+        raise DataError(f"{path} holds {type(content).__name__} where a list of records must stand")
+    for number, item in enumerate(content):
+        where = f"{path} record {number}"
+        yield Record(fields=_object(item, where), where=where)
+
+
+def _csv(path: Path) -> Iterator[Record]:
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.DictReader(io.StringIO(_read_text(path), newline=""), strict=True)
+    try:
+        for row in reader:
+            where = f"{path} line {reader.line_num}"
+            if None in row or None in row.values():
+                raise DataError(f"{where} has another number of columns than the first line")
+            yield Record(fields=dict(row), where=where)
+    except csv.Error as error:
+        raise DataError(f"{path} line {reader.line_num} is not CSV: {error}") from error
+
+
+def _parquet(path: Path) -> Iterator[Record]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise DataError(f"{path} needs the package pyarrow; install it") from error
+    number = 0
+    try:
+        for batch in ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                yield Record(fields=row, where=f"{path} row {number}")
+                number += 1
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}") from error
+
+
+def _decode(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON: {error}") from error
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"{where} holds {type(value).__name__} where an object must stand")
+    return value
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+    ".txt": _txt,
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
+
+
+def _kinds() -> str:
+    return ", ".join(_READERS)

@@ -1,0 +1,135 @@
+"""Settings from YAML and words: types, unknown keys, what is saved with a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from moe_tp.errors import ConfigError
+from moe_tp.train.config import DataConfig, FinetuneConfig, TrainConfig
+from moe_tp.train.settings import from_mapping, load_config, to_yaml
+
+SMALL = "model: m\noutput: o\ndata: {train: a.txt}\ntrain: {steps: 3}\n"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(SMALL)
+    return file
+
+
+def test_words_take_their_fields_types(path: Path) -> None:
+    words = [
+        "train.lr=1e-4",  # text to YAML 1.1, which wants 1.0e-4
+        "train.steps=1e3",
+        "train.betas=[0.8, 0.9]",
+        "train.save_dtype=bf16",
+        "data.train=[b.txt, c.jsonl]",
+        "data.columns.text=body",
+        "data.packing=false",
+        "parallel.tp=2",
+        "runtime.compute_dtype=bfloat16",
+        "runtime.stage_layers=[1, 2]",
+        "train.residual_dropout=0.1",
+        "output=7",
+    ]
+    config = load_config(path, words)
+    assert (config.train.lr, config.train.steps) == (1e-4, 1000)
+    assert type(config.train.steps) is int
+    assert config.train.betas == (0.8, 0.9)
+    assert config.train.save_dtype is torch.bfloat16
+    assert config.data.train == ("b.txt", "c.jsonl")
+    assert config.data.columns == {"text": "body"}
+    assert config.data.packing is False
+    assert config.parallel.tp == 2
+    assert config.runtime.compute_dtype is torch.bfloat16
+    assert config.runtime.stage_layers == (1, 2)
+    assert config.train.residual_dropout == 0.1
+    assert config.output == "7"
+
+
+def test_none_stands_for_none(path: Path) -> None:
+    config = load_config(path, ["train.steps=null", "train.epochs=2", "parallel.dp=none"])
+    assert (config.train.steps, config.train.epochs, config.parallel.dp) == (None, 2.0, None)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("train.lrr=1", "train.lrr is unknown; did you mean lr?"),
+        ("trian.lr=1", "trian is unknown; did you mean train?"),
+        ("runtime.recompte=full", "did you mean recompute?"),
+        ("data.seqlen=8", "did you mean seq_len?"),
+        ("train.lr=fast", "train.lr='fast' must be a number"),
+        ("train.steps=2.5", "train.steps=2.5 must be a whole number"),
+        ("train.steps=true", "train.steps=True must be a whole number"),
+        ("train.save_dtype=int3", "must be a dtype such as bfloat16"),
+        ("train.schedule=cosin", "is not one of constant, linear, cosine, wsd"),
+        ("train.betas=0.9", "must hold 2 values"),
+        ("data=3", "data=3 must hold keys of its own"),
+        ("data.train.x=3", "holds no keys"),
+        ("train.micro_batch=0", "train.micro_batch=0 must be at least 1"),
+        ("train.epochs=1", "give exactly one of them"),
+        ("parallel.tp=0", "tp=0 must be a whole number of at least 1"),
+        ("data.train=[]", "data.train is empty"),
+        ("train.lr", "is no setting; write key.sub=value"),
+        ("train.lr=[", "has no readable value"),
+    ],
+)
+def test_what_is_wrong_is_named(path: Path, word: str, said: str) -> None:
+    """F3."""
+    with pytest.raises(ConfigError, match=".*") as raised:
+        load_config(path, [word])
+    assert said in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_missing_key_is_explained(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("output: o\ndata: {train: a.txt}\ntrain: {steps: 3}\n")
+    with pytest.raises(ConfigError, match="model is missing; it is: hub-format folder"):
+        load_config(file)
+    file.write_text("model: m\noutput: o\ntrain: {steps: 3}\n")
+    with pytest.raises(ConfigError, match=r"data\.train is missing"):
+        load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [", "is not YAML"),
+        ("- 1\n", "holds list where keys"),
+        (SMALL + "seed: 1\nseed: 2\n", "stands there twice"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load_config(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_what_is_saved_reads_back(path: Path) -> None:
+    words = ["train.save_dtype=bf16", "data.columns.text=body", "runtime.stage_layers=[1, 2]"]
+    config = load_config(path, words)
+    assert from_mapping(FinetuneConfig, yaml.safe_load(to_yaml(config)), "saved") == config
+
+
+def test_every_field_is_documented() -> None:
+    for kind in (DataConfig, TrainConfig, FinetuneConfig):
+        text = kind.__doc__ or ""
+        for name in kind.__dataclass_fields__:
+            assert f"        {name}: " in text, name
+
+
+def test_a_global_batch_must_be_filled() -> None:
+    config = TrainConfig(steps=1, micro_batch=2, global_batch=12)
+    assert (config.accumulation(1), config.accumulation(3)) == (6, 2)
+    with pytest.raises(ConfigError, match="choose a multiple of 8"):
+        config.accumulation(4)
