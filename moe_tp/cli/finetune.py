@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 
 from moe_tp.cli.options import (
     add_json_argument,
     add_layout_arguments,
-    layout_of,
+    given_degrees,
     make_mesh,
-    runtime_of,
     say,
     write_json,
 )
-from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.train.loop import finetune, summary
 from moe_tp.train.settings import load_config
 
@@ -34,16 +31,15 @@ def run(options: argparse.Namespace) -> int:
 
     Collectives: those of `finetune`.
     """
-    config = load_config(options.config, options.settings)
-    layout = layout_of(options, _fields(config.parallel))
-    runtime = runtime_of(options, _fields(config.runtime))
-    config = dataclasses.replace(config, parallel=layout, runtime=runtime)
-    mesh = make_mesh(options, layout=layout, runtime=runtime)
+    words = [
+        *options.settings,
+        *(f"parallel.{name}={degree}" for name, degree in given_degrees(options).items()),
+        *(f"runtime.{item}" for item in options.runtime),
+    ]
+    config = load_config(options.config, words)
+    mesh = make_mesh(options, layout=config.parallel, runtime=config.runtime)
     result = finetune(config, mesh, quiet=options.json == "-")
     say(options, summary(result))
     write_json(options, result)
     return 0
 
-
-def _fields(settings: ParallelLayout | Runtime) -> dict[str, object]:
-    return {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}

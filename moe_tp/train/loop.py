@@ -19,6 +19,7 @@ from moe_tp.models.load import from_pretrained, save_pretrained
 from moe_tp.parallel.gradients import clip_grad_norm, settle_gradients
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import named_specs, to_local
+from moe_tp.train.baseline import unigram_loss
 from moe_tp.train.config import FinetuneConfig
 from moe_tp.train.data import Batch, DataStream, evaluation_batches, load_rows
 from moe_tp.train.metrics import LOAD, METRICS, LineWriter, load_summary
@@ -126,6 +127,7 @@ class Run:
             "tokens": self.total_tokens,
             "loss": line.get("loss"),
             "eval_loss": line.get("eval_loss"),
+            "unigram_loss": self._unigram_loss(),
             "seconds": round(seconds, 2),
         }
         together(self._write_report, self.mesh.group("world"), self.mesh.device)
@@ -210,6 +212,11 @@ class Run:
             vocab_size=self.model.config.vocab_size,
             cache=self.output / "rows",
         )
+
+    def _unigram_loss(self) -> float | None:
+        if self.held_out is None or not self.first:
+            return None
+        return unigram_loss(self.rows, self.held_out, self.model.config.vocab_size)
 
     def _num_steps(self) -> int:
         train = self.config.train
@@ -317,4 +324,5 @@ def summary(result: Mapping[str, Any]) -> str:
     )
     if result["eval_loss"] is not None:
         text += f", held out {result['eval_loss']:.4f}"
+        text += f" (unigram model {result['unigram_loss']:.4f})"
     return f"{text}; wrote {result['final']}"
