@@ -12,7 +12,7 @@ short list of (expert, weight) for it. The expert compute returns one partial su
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -51,4 +51,17 @@ class Dispatcher(Protocol):
 
     def combine(self, partial_RD: torch.Tensor, received: Received) -> torch.Tensor:
         """Return `[T, D]`, in the dtype of x, the sum of each token's partial sums."""
+        ...
+
+
+@runtime_checkable
+class SplitDispatcher(Protocol):
+    """A dispatcher that lets other work run while its rows are in flight."""
+
+    def start(self, x_TD: torch.Tensor, assignment: Assignment) -> Any:
+        """Return a dispatch whose rows are on their way."""
+        ...
+
+    def finish(self, pending: Any) -> Received:
+        """Return the dispatch that `start` began, once its rows are here."""
         ...

@@ -7,10 +7,11 @@ from moe_tp.experts.all_gather import AllGatherDispatcher
 from moe_tp.experts.all_to_all import AllToAllDispatcher
 from moe_tp.experts.dispatch import Dispatcher
 from moe_tp.experts.local import LocalDispatcher
+from moe_tp.experts.two_hop import TwoHopDispatcher
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.routing.table import ExpertTable
 
-NAMES = ("auto", "local", "all_to_all", "all_gather")
+NAMES = ("auto", "local", "all_to_all", "all_gather", "two_hop")
 
 
 def make_dispatcher(mesh: Mesh, table: ExpertTable) -> Dispatcher:
@@ -32,6 +33,8 @@ def make_dispatcher(mesh: Mesh, table: ExpertTable) -> Dispatcher:
         return AllToAllDispatcher(mesh, table, wire)
     if name == "all_gather":
         return AllGatherDispatcher(mesh, table, wire)
+    if name == "two_hop":
+        return TwoHopDispatcher(mesh, table, wire)
     raise ConfigError(
         f"dispatcher={mesh.runtime.dispatcher!r} is not known; choose one of {', '.join(NAMES)}"
     )

@@ -17,8 +17,9 @@ from torch import nn
 from moe_tp.errors import ConfigError
 from moe_tp.experts.activation import Activation
 from moe_tp.experts.activation import activation as activation_of
-from moe_tp.experts.dispatch import Dispatcher
+from moe_tp.experts.dispatch import Dispatcher, SplitDispatcher
 from moe_tp.experts.dispatchers import make_dispatcher
+from moe_tp.experts.events import note
 from moe_tp.experts.layer import GroupedExperts
 from moe_tp.experts.losses import MoEAux, Sequences, router_losses
 from moe_tp.experts.mlp import GatedMLP
@@ -156,10 +157,16 @@ class MoE(nn.Module):
         ids_T = None if token_ids is None else token_ids.reshape(-1)
 
         assignment = self.router(x_TD, mask_T=mask_T, token_ids_T=ids_T, key=key, replay_TK=replay)
-        received = self.dispatcher.dispatch(x_TD.to(self.experts.compute_dtype), assignment)
+        x_in_TD = x_TD.to(self.experts.compute_dtype)
+        if self.mesh.runtime.overlap and isinstance(self.dispatcher, SplitDispatcher):
+            pending = self.dispatcher.start(x_in_TD, assignment)
+            shared_TD = self._shared(x_TD, mask_T)
+            received = self.dispatcher.finish(pending)
+        else:
+            shared_TD = self._shared(x_TD, mask_T)
+            received = self.dispatcher.dispatch(x_in_TD, assignment)
         partial_RD = self.experts(received.rows_RD, received.pair_weight_P, received)
-        y_TD = self.dispatcher.combine(partial_RD, received).to(x.dtype)
-        y_TD = y_TD + self._shared(x_TD, mask_T)
+        y_TD = self.dispatcher.combine(partial_RD, received).to(x.dtype) + shared_TD
         aux = router_losses(
             assignment, self.config, self.mesh,
             before_E=self.router.step_counts_E, sequences=sequences, step_tokens=step_tokens,
@@ -172,6 +179,7 @@ class MoE(nn.Module):
         """Return the shared expert's output, 0 without one and in masked rows."""
         if self.shared is None:
             return 0.0
+        note("shared expert")
         y_TD: torch.Tensor = self.shared(x_TD)
         if self.shared_gate is not None:
             gate_T1 = torch.sigmoid(self.shared_gate(x_TD))
