@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 BASE: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -161,3 +163,8 @@ CASES: dict[str, dict[str, Any]] = {
 def hub_config(case: str, **changes: Any) -> dict[str, Any]:
     """Return the hub config of a case."""
     return {**BASE, **CASES[case], **changes}
+
+
+def error(a: torch.Tensor, b: torch.Tensor, norm: float = 0.0) -> float:
+    """RULES' definition: the difference by the larger of b's norm and 1e-6 of the global one."""
+    return float((a - b).detach().norm() / max(float(b.norm()), 1e-6 * norm, 1e-30))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import hub_config
+from model_cases import error, hub_config
 from test_models_layouts import (
     Layout,
     batch_of,
@@ -20,7 +20,6 @@ from test_models_layouts import (
     world_of,
 )
 from test_models_layouts import root as root  # a session fixture
-from test_models_transformers import error
 
 from moe_tp.checkpoint.gather import gather_named
 from moe_tp.errors import CheckpointError, ConfigError, DataError

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import CASES, hub_config
-from test_models_transformers import error
+from model_cases import CASES, error, hub_config
 
 from moe_tp.checkpoint.gather import gather_named
 from moe_tp.models.config import ModelConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import CASES, hub_config
+from model_cases import CASES, error, hub_config
 from test_models_config import reference
 
 from moe_tp.checkpoint.gather import gather_named
@@ -19,11 +19,6 @@ from moe_tp.parallel.gradients import clip_grad_norm, settle_gradients
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.routing.assignment import Assignment
 from moe_tp.routing.losses import pooled_load_balance_loss
-
-
-def error(a: torch.Tensor, b: torch.Tensor, norm: float = 0.0) -> float:
-    """RULES' definition: the difference by the larger of b's norm and 1e-6 of the global one."""
-    return float((a - b).norm() / max(float(b.norm()), 1e-6 * norm, 1e-30))
 
 
 def both(case: str, folder: Path, **changes: Any) -> tuple[Any, Decoder]:

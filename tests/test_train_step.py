@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import hub_config
+from model_cases import error, hub_config
 from test_models_decoder import mesh_for
 from test_models_layouts import Layout, world_of
-from test_models_transformers import error
 
 from moe_tp.checkpoint.gather import gather_named
 from moe_tp.errors import DataError
