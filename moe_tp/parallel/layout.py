@@ -125,6 +125,7 @@ class Runtime:
         dispatcher: `auto` or the name of a dispatcher of `moe_tp.experts`.
         experts: `auto` or the name of an expert back end of `moe_tp.experts`.
         wire_dtype: dtype in which partial expert sums travel back; None means fp32.
+        dispatch_rows: rows that a rank may receive at a time from a dispatcher; None: any number.
         loss_chunk: tokens whose logits are held at a time by the loss.
         overlap: send expert rows while other work of the layer runs.
         timeout: seconds before a collective that does not finish is an error.
@@ -145,6 +146,7 @@ class Runtime:
     dispatcher: str = "auto"
     experts: str = "auto"
     wire_dtype: torch.dtype | None = None
+    dispatch_rows: int | None = None
     loss_chunk: int = 1024
     overlap: bool = True
     timeout: float = 600.0
@@ -169,5 +171,7 @@ class Runtime:
                 raise ConfigError(
                     f"{name}={value!r} is not a floating-point dtype; choose torch.bfloat16, say"
                 )
+        if self.dispatch_rows is not None and self.dispatch_rows < 1:
+            raise ConfigError(f"dispatch_rows={self.dispatch_rows} must be at least 1, or None")
         if not math.isfinite(self.timeout) or self.timeout <= 0:
             raise ConfigError(f"timeout={self.timeout} must be a positive number of seconds")
