@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from moe_tp.train.rows import Rows, make_rows, pack
 def documents(lengths: list[int], *, splits: bool = True) -> list[Document]:
     """Documents whose tokens are all different, from 1 on."""
     starts = np.cumsum([1, *lengths])
-    runs = [list(range(a, b)) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    runs = [list(range(a, b)) for a, b in itertools.pairwise(starts)]
     return [Document(ids=ids, labels=list(ids), splits=splits) for ids in runs]
 
 
@@ -38,9 +39,7 @@ def learned(rows: Rows, *, length: int | None = None) -> list[tuple[int, int]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(2, 17), st.booleans()
-)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(2, 17), st.booleans())
 def test_each_token_but_the_first_is_a_target_once(
     lengths: list[int], seq_len: int, packing: bool
 ) -> None:

@@ -82,7 +82,7 @@ def test_none_stands_for_none(path: Path) -> None:
 )
 def test_what_is_wrong_is_named(path: Path, word: str, said: str) -> None:
     """F3."""
-    with pytest.raises(ConfigError, match=".*") as raised:
+    with pytest.raises(ConfigError) as raised:
         load_config(path, [word])
     assert said in str(raised.value)
     assert len(str(raised.value).splitlines()) == 1

@@ -91,17 +91,22 @@ class ChatTemplate:
         self, messages: Sequence[Message], i: int, text: str, cursor: int, tools: Any
     ) -> Span:
         before = self._run(messages[:i], tools, prompt=True)[0] if i else ""
+        asked = self._run(messages[:i], tools, prompt=False)[0] if i else ""
         after = self._run(messages[: i + 1], tools, prompt=False)[0]
-        if text.startswith(after) and after.startswith(before) and len(before) >= cursor:
-            return len(before), len(after)
         content = messages[i].get("content")
-        at = text.find(content.strip(), cursor) if isinstance(content, str) else -1
-        if at < 0 or not isinstance(content, str):
+        content = content.strip() if isinstance(content, str) else None
+        if text.startswith(after) and after.startswith(before) and len(before) >= cursor:
+            start = len(before)
+            if before == asked and content:  # no prompt for an answer: the turn's header is ours
+                start = max(start, text.find(content, start, len(after)))
+            return start, len(after)
+        at = -1 if content is None else text.find(content, cursor)
+        if at < 0 or content is None:
             raise DataError(
                 f"turn {i} cannot be found in what the chat template makes of it; use a template "
                 f"with {{% generation %}} marks, or data.loss=all"
             )
-        return at, at + len(content.strip())
+        return at, at + len(content)
 
     def _run(
         self, messages: Sequence[Message], tools: Any, *, prompt: bool

@@ -137,7 +137,8 @@ class DocumentMaker:
         for name, value in (("input_ids", ids), ("labels", ids if labels is None else labels)):
             if not isinstance(value, list) or not all(type(i) is int for i in value):
                 raise DataError(f"{where}: {name} must be a list of whole numbers")
-        labels = list(ids) if labels is None else labels
+        if labels is None:
+            return Document(ids=ids, labels=list(ids), splits=True)
         if len(labels) != len(ids):
             raise DataError(f"{where}: {len(labels)} labels for {len(ids)} input_ids")
         wrong = [v for v in labels if v != IGNORE and not 0 <= v < self.vocab_size]
@@ -146,7 +147,7 @@ class DocumentMaker:
                 f"{where}: label {wrong[0]} is neither {IGNORE} nor a token id below "
                 f"{self.vocab_size}"
             )
-        return Document(ids=ids, labels=labels, splits=fields.get("labels") is None)
+        return Document(ids=ids, labels=labels, splits=False)
 
     def _prompt(self, fields: dict[str, Any], where: str) -> Document:
         prompt, completion = fields["prompt"], fields["completion"]

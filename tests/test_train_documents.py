@@ -1,0 +1,223 @@
+"""Documents from every format: which tokens are learned, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_tp.errors import DataError
+from moe_tp.models.tokens import IGNORE
+from moe_tp.train.chat import ChatTemplate
+from moe_tp.train.config import DataConfig
+from moe_tp.train.data import read_documents
+from moe_tp.train.documents import Document
+from moe_tp.train.files import list_files
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}."
+    "{% endgeneration %}{% else %}{{ m.role }}:{{ m.content }};{% endif %}{% endfor %}"
+)
+# The last turn looks otherwise than the same turn does when more follow.
+REWRITING = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if loop.last %}!{% endif %}{% endfor %}"
+)
+TURNS = [
+    {"role": "user", "content": "who is there"},
+    {"role": "assistant", "content": "a ghost"},
+    {"role": "user", "content": "which ghost"},
+    {"role": "assistant", "content": "your father"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder whose tokens are characters: id = code point; 0 ends a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocab = {chr(i): i for i in range(1, 127)} | {"<end>": 0}
+    reader = Tokenizer(models.WordLevel(vocab, unk_token="~"))
+    reader.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    model = tmp_path / "model"
+    model.mkdir()
+    reader.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    return model
+
+
+def documents(
+    folder: Path, name: str, content: str, vocab_size: int = 128, **config: Any
+) -> list[Document]:
+    path = folder.parent / name
+    path.write_text(content, encoding="utf-8")
+    settings = DataConfig(train=(str(path),), **config)
+    return list(read_documents(settings, settings.train, str(folder), vocab_size))
+
+
+def show(document: Document) -> tuple[str, str]:
+    """The text, and the learned part of it with ` elsewhere."""
+    text = "".join(chr(i) if i else "$" for i in document.ids)
+    pairs = zip(text, document.labels, strict=True)
+    return text, "".join("`" if label == IGNORE else char for char, label in pairs)
+
+
+def test_text_files_and_lines(folder: Path) -> None:
+    (whole,) = documents(folder, "a.txt", "to be\nor not\n")
+    assert show(whole) == ("to be\nor not\n$", "to be\nor not\n$")
+    assert whole.splits
+    lines = documents(folder, "a.jsonl", '{"text": "to be"}\n\n{"text": "or"}\n')
+    assert [show(d)[0] for d in lines] == ["to be$", "or$"]
+    (bare,) = documents(folder, "b.jsonl", '{"text": "to be"}\n', add_eos=False)
+    assert show(bare)[0] == "to be"
+    (renamed,) = documents(folder, "c.jsonl", '{"body": "x"}\n', columns={"text": "body"})
+    assert show(renamed)[0] == "x$"
+
+
+def test_json_csv_and_parquet_hold_the_same(folder: Path) -> None:
+    records = [{"prompt": "2+2=", "completion": "4"}, {"prompt": "a, b\nc", "completion": '"d"'}]
+    found = {
+        "json": documents(folder, "a.json", json.dumps(records)),
+        "csv": documents(folder, "a.csv", 'prompt,completion\n2+2=,4\n"a, b\nc","""d"""\n'),
+    }
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(records), folder.parent / "a.parquet")
+    config = DataConfig(train=(str(folder.parent / "a.parquet"),))
+    found["parquet"] = list(read_documents(config, config.train, str(folder), 128))
+    for kind, made in found.items():
+        assert [show(d) for d in made] == [
+            ("2+2=4$", "````4$"),
+            ('a, b\nc"d"$', '``````"d"$'),
+        ], kind
+
+
+@pytest.mark.parametrize(
+    ("template", "learned"),
+    [
+        (CHATML, ["a ghost<|im_end|>\n", "your father<|im_end|>\n"]),
+        (MARKED, ["a ghost.", "your father."]),
+        (REWRITING, ["a ghost", "your father"]),
+    ],
+)
+def test_answers_are_learned(folder: Path, template: str, learned: list[str]) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    (made,) = documents(folder, "a.jsonl", json.dumps({"messages": TURNS}))
+    _, kept = show(made)
+    assert [part for part in kept.split("`") if part] == learned
+    assert not made.splits
+    (everything,) = documents(folder, "b.jsonl", json.dumps({"messages": TURNS}), loss="all")
+    assert everything.labels == everything.ids == made.ids
+
+
+def test_other_conversation_formats_give_the_same(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(CHATML)
+    names = {"user": "human", "assistant": "gpt"}
+    shared = [{"from": names[m["role"]], "value": m["content"]} for m in TURNS]
+    history = [[TURNS[0]["content"], TURNS[1]["content"]]]
+    alpaca = {"instruction": "which", "input": "ghost", "output": "x", "history": history}
+    split = {"prompt": TURNS[:3], "completion": TURNS[3:]}
+    rows = [{"messages": TURNS}, {"conversations": shared}, split]
+    made = [documents(folder, f"{i}.jsonl", json.dumps(r))[0] for i, r in enumerate(rows)]
+    assert made[0] == made[1]
+    assert made[2].ids == made[0].ids
+    assert show(made[2])[1].strip("`") == "your father<|im_end|>\n"
+    text, kept = show(documents(folder, "alpaca.jsonl", json.dumps(alpaca))[0])
+    assert "user\nwhich\nghost<|im_end|>" in text
+    assert [part for part in kept.split("`") if part] == ["a ghost<|im_end|>\n", "x<|im_end|>\n"]
+
+
+def test_alpaca_without_a_template(folder: Path) -> None:
+    record = {"instruction": "add", "input": "2 2", "output": "4"}
+    (made,) = documents(folder, "a.jsonl", json.dumps(record))
+    assert show(made) == ("add\n2 2\n\n4$", "`````````4$")
+
+
+def test_tools_reach_the_template() -> None:
+    source = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    made = ChatTemplate(source, {}).render(TURNS, tools=[{"name": "é"}])
+    assert made.text.startswith('[{"name": "é"}]')
+    assert [made.text[a:b] for a, b in made.answers] == ["a ghost", "your father"]
+
+
+def test_templates_run_in_a_sandbox() -> None:
+    """K7: a template from a folder cannot reach into the process."""
+    source = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(DataError, match="refuses the conversation"):
+        ChatTemplate(source, {}).render(TURNS)
+
+
+def test_token_ids(folder: Path) -> None:
+    record = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+    (made,) = documents(folder, "a.jsonl", json.dumps(record))
+    assert (made.ids, made.labels) == ([5, 6, 7], [-100, 6, 7])
+    (plain,) = documents(folder, "b.jsonl", '{"input_ids": [5, 6]}')
+    assert plain.labels == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.txt", " \n", "is empty"),
+        ("a.jsonl", "", "is empty"),
+        ("a.json", "", "is empty"),
+        ("a.csv", "text\n", "is empty"),
+        ("a.jsonl", '{"text": "a"}\n{"text"', "line 2 is not JSON"),
+        ("a.jsonl", "[1]\n", "line 1 holds list where an object"),
+        ("a.json", '{"text": "a"}', "holds dict where a list"),
+        ("a.jsonl", '{"story": "a"}', "has the keys 'story', which no format has"),
+        ("a.jsonl", '{"text": "a"}\n{"txt": "b"}', "line 2 has no 'text'"),
+        ("a.jsonl", '{"text": 3}', "'text' is int where text must stand"),
+        ("a.jsonl", '{"input_ids": [5, 200]}', "token id 200 lies outside the model's vocabulary"),
+        ("a.jsonl", '{"input_ids": [5, -1]}', "token id -1 lies outside"),
+        ("a.jsonl", '{"input_ids": [5], "labels": [1, 2]}', "2 labels for 1 input_ids"),
+        ("a.jsonl", '{"input_ids": [5], "labels": [500]}', "label 500 is neither"),
+        ("a.jsonl", '{"input_ids": ["a"]}', "must be a list of whole numbers"),
+        ("a.jsonl", '{"messages": [{"role": "user"}]}', "has no chat template"),
+        ("a.jsonl", '{"messages": []}', "at least one turn"),
+        ("a.csv", 'text\n"a" b\n', "is not CSV"),
+        ("a.csv", "text\na,b\n", "another number of columns"),
+    ],
+)
+def test_unusable_data_is_one_sentence(folder: Path, name: str, content: str, said: str) -> None:
+    """F3, and of issue 2: an empty data file, a token id beyond the vocabulary."""
+    with pytest.raises(DataError) as raised:
+        documents(folder, name, content)
+    assert said in str(raised.value)
+    assert name in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_unreadable_files(folder: Path) -> None:
+    (folder.parent / "bad.txt").write_bytes(b"caf\xe9")
+    config = DataConfig(train=(str(folder.parent / "bad.txt"),))
+    with pytest.raises(DataError, match="is not UTF-8 text: byte 3"):
+        list(read_documents(config, config.train, str(folder), 128))
+    with pytest.raises(DataError, match="does not exist"):
+        list_files(["no/such.txt"])
+    (folder.parent / "a.docx").write_text("x")
+    with pytest.raises(DataError, match="no data file that can be read"):
+        list_files([folder.parent / "a.docx"])
+
+
+def test_folders_are_read_in_a_fixed_order(folder: Path) -> None:
+    data = folder.parent / "data"
+    (data / "b").mkdir(parents=True)
+    for name in ("b/1.txt", "c.jsonl", "a.txt", "notes.md"):
+        (data / name).write_text("x")
+    names = [str(p.relative_to(data)) for p in list_files([data])]
+    assert names == ["a.txt", "b/1.txt", "c.jsonl"]
+    (folder.parent / "none").mkdir()
+    with pytest.raises(DataError, match="holds no data file"):
+        list_files([folder.parent / "none"])
+
+
+def test_plain_text_has_no_answers(folder: Path) -> None:
+    with pytest.raises(DataError, match="plain text without answers"):
+        documents(folder, "a.txt", "to be", loss="answers")
