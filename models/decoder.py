@@ -36,6 +36,7 @@ from moe_tp.parallel.parameter import Init, ParallelModule, ParamSpec
 from moe_tp.parallel.recompute import run_block
 from moe_tp.parallel.sequence import RMSNorm
 from moe_tp.parallel.vocab import VocabParallelEmbedding, vocab_cross_entropy, vocab_logits
+from moe_tp.parallel.zero import reshard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +275,7 @@ class Decoder(nn.Module):
                 "sample_offset": sample_offset,
             }
             logits, aux = pipeline_logits(self, arguments)
+            reshard(self)
             return Output(loss=None, aux=aux, logits=logits)
         call = self.open(
             input_ids,
@@ -291,6 +293,8 @@ class Decoder(nn.Module):
             loss = self.loss(x_TD, call, target_tokens)
         wanted = labels is None if return_logits is None else return_logits
         logits = self.logits(x_TD, call) if wanted else None
+        if not torch.is_grad_enabled():
+            reshard(self)
         return Output(loss=loss, aux=self.gather_aux(layer_aux), logits=logits)
 
     def open(

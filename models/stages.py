@@ -119,9 +119,16 @@ class DecoderStage(nn.Module):
 
 def _open(decoder: Decoder, arguments: Mapping[str, Any]) -> Call:
     """Return the call that the tensors of one micro-batch describe."""
-    names = ("input_ids", "labels", "attention_mask", "position_ids")
-    numbers = {name: int(arguments[name][0]) for name in ("step", "sample_offset")}
-    return decoder.open(*(arguments.get(name) for name in names), **numbers)
+    step, offset = (int(arguments[name][0]) for name in ("step", "sample_offset"))
+    return decoder.open(
+        arguments["input_ids"],
+        arguments.get("labels"),
+        arguments.get("attention_mask"),
+        arguments.get("position_ids"),
+        step=step,
+        sample_offset=offset,
+        step_tokens=int(arguments["step_tokens"][0]) if "step_tokens" in arguments else None,
+    )
 
 
 def make_stages(decoder: Decoder) -> dict[int, DecoderStage]:
@@ -172,6 +179,7 @@ def pipeline_step(
     batches: Sequence[Mapping[str, Any]],
     *,
     target_tokens: int,
+    step_tokens: int | None,
     step: int,
     backward: bool,
 ) -> tuple[torch.Tensor, Aux]:
@@ -181,6 +189,8 @@ def pipeline_step(
         decoder: with its stages.
         batches: as many on every rank, with `labels` and `sample_offset`.
         target_tokens: what the loss is divided by.
+        step_tokens: real tokens of the step, over which router losses add up; None averages them
+            over the micro-batches.
         step: seeds dropout.
         backward: False computes values only.
 
@@ -194,6 +204,10 @@ def pipeline_step(
         "sample_offset": [int(batch["sample_offset"]) for batch in batches],
         "divisor": [target_tokens] * count,
     }
+    share = count
+    if step_tokens is not None:
+        numbers["step_tokens"] = [step_tokens] * count
+        share = 1
     arguments |= {name: torch.tensor(n, device=mesh.device) for name, n in numbers.items()}
     carried = decoder.carried(arguments["input_ids"].shape[0] // count, arguments)
     stages = decoder.stages
@@ -208,7 +222,7 @@ def pipeline_step(
             carried=carried,
             result=(carried[1].expand(2).detach().requires_grad_(),),
             micro_batches=count,
-            loss_fn=lambda out: out[0] + out[1] / count,
+            loss_fn=lambda out: out[0] + out[1] / share,
         )
     else:
         results = []
@@ -226,10 +240,10 @@ def pipeline_step(
     total = torch.zeros(2, dtype=carried[1].dtype, device=mesh.device)
     for result in results:
         total = total + result
-    return _shared(decoder, total, count)
+    return _shared(decoder, total, share)
 
 
-def _shared(decoder: Decoder, total: torch.Tensor, count: int) -> tuple[torch.Tensor, Aux]:
+def _shared(decoder: Decoder, total: torch.Tensor, share: int) -> tuple[torch.Tensor, Aux]:
     """Return on every pipeline rank what the last one and all of them found.
 
     Collectives: all-reduce over pp of two numbers and of the load.
@@ -242,7 +256,7 @@ def _shared(decoder: Decoder, total: torch.Tensor, count: int) -> tuple[torch.Te
     for stage in decoder.stages.values():
         if stage.counts_LE is not None:
             counts = counts + stage.counts_LE
-    return total[0], Aux(loss=total[1] / count, counts_LE=raw_all_reduce(counts, group))
+    return total[0], Aux(loss=total[1] / share, counts_LE=raw_all_reduce(counts, group))
 
 
 def pipeline_logits(decoder: Decoder, arguments: dict[str, Any]) -> tuple[torch.Tensor, Aux]:

@@ -327,9 +327,10 @@ def _scatter_sum(x: torch.Tensor, group: Group, dim: int, phase: Phase) -> torch
         return x
     rows = x.shape[dim]
     assert rows % group.size == 0, f"{rows} rows do not split over {group.axis}={group.size}"
-    moved = x.movedim(dim, 0)
-    out = raw_reduce_scatter_rows(moved, [rows // group.size] * group.size, group, phase=phase)
-    return out.movedim(0, dim)
+    share = [rows // group.size] * group.size
+    if dim == 0:
+        return raw_reduce_scatter_rows(x, share, group, phase=phase)
+    return raw_reduce_scatter_rows(x.movedim(dim, 0), share, group, phase=phase).movedim(0, dim)
 
 
 def apply_function(function: Any, *args: Any) -> Any:

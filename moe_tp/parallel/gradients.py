@@ -28,6 +28,7 @@ from moe_tp.parallel.parameter import (
     splits,
     to_local,
 )
+from moe_tp.parallel.zero import reshard
 
 _BUCKET_BYTES = 64 << 20
 
@@ -52,9 +53,12 @@ def settle_gradients(model: nn.Module) -> None:
     left alone. A second call finds no debt and changes nothing.
 
     Collectives: all-reduces in fp32 over the owed axes (dense: dp_cp, with tp where the gradient
-    covers owned tokens only; experts: edp), in buckets of 64 MiB.
+    covers owned tokens only; experts: edp; a tied embedding under pp: also the pipeline's two
+        ends), in buckets of 64 MiB.
     """
+    reshard(model)  # a forward without backward leaves whole parameters, which carry no gradient
     debts: dict[tuple[str, ...], list[tuple[NamedSpec, torch.Tensor]]] = defaultdict(list)
+    # A parameter that two pipeline ranks hold never rests sharded, so it always shows a debt.
     mesh: Mesh | None = None
     for entry in named_specs(model):
         if not entry.param.requires_grad:
@@ -63,7 +67,8 @@ def settle_gradients(model: nn.Module) -> None:
         grad = _gradient(entry.param, entry.spec)
         axes = owed_axes(grad)
         if axes:
-            debts[axes].append((entry, to_local(grad)))
+            ends = ("pp_ends",) if entry.spec.copies > 1 else ()
+            debts[axes + ends].append((entry, to_local(grad)))
     for axes in sorted(debts):
         assert mesh is not None
         _pay(debts[axes], _joint_groups(mesh, axes))
@@ -132,12 +137,12 @@ def _buckets(
         yield bucket
 
 
-def _weight_of_shard(param: nn.Parameter, mesh: Mesh) -> float:
+def _weight_of_shard(param: nn.Parameter, copies: int, mesh: Mesh) -> float:
     """Return 1 / (ranks of the world that hold the same elements)."""
     if not isinstance(param, DTensor):
         return 1.0 / mesh.world_size
     shards = math.prod(split.size for split in splits(param))
-    return shards / mesh.layout.stage_size
+    return shards / (mesh.layout.stage_size * copies)
 
 
 def gradient_norm(model: nn.Module, *, norm_type: float = 2.0) -> torch.Tensor:
@@ -156,6 +161,7 @@ def gradient_norm(model: nn.Module, *, norm_type: float = 2.0) -> torch.Tensor:
     mesh = mesh_of(model)
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     names = {id(entry.param): entry.fqn for entry in named_specs(model)}
+    copies = {id(entry.param): entry.spec.copies for entry in named_specs(model)}
     for param in model.parameters():
         if param.grad is None:
             continue
@@ -171,7 +177,7 @@ def gradient_norm(model: nn.Module, *, norm_type: float = 2.0) -> torch.Tensor:
         if math.isinf(norm_type):
             total = torch.maximum(total, value)
         else:
-            total += value.square() * _weight_of_shard(param, mesh)
+            total += value.square() * _weight_of_shard(param, copies.get(id(param), 1), mesh)
     if math.isinf(norm_type):
         # A maximum over ranks may lose a NaN, so that travels beside it.
         pair = torch.stack([total.isnan().to(total.dtype), total.nan_to_num(posinf=torch.inf)])
@@ -231,6 +237,7 @@ def parameter_groups(
         lr: learning rate of all groups; None leaves the optimiser's own.
         router_lr: learning rate of routers; None takes `lr`.
     """
+    reshard(model)  # the optimiser must hold the shards, not what a forward has gathered
     roles = {id(entry.param): entry.spec.role for entry in named_specs(model)}
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for param in model.parameters():

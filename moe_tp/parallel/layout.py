@@ -117,7 +117,8 @@ class Runtime:
         master_dtype: dtype in which parameters lie between steps; None keeps the loaded dtype.
         recompute: activations that backward computes again.
         pp_schedule: pipeline schedule.
-        virtual_stages: model pieces a pipeline rank holds (interleaved and ZBV schedules).
+        virtual_stages: model pieces a pipeline rank holds (interleaved; ZBV has always 2).
+        stage_layers: layers of each stage, in order; None divides them by cost.
         cp_kind: attention exchange over cp.
         dp_replicate: replicas of the ZeRO group (HSDP); 1 shards over all of dp x cp.
         offload: keep parameters and optimiser state in host memory.
@@ -139,6 +140,7 @@ class Runtime:
     recompute: Recompute = "none"
     pp_schedule: PipelineSchedule = "1f1b"
     virtual_stages: int = 1
+    stage_layers: tuple[int, ...] | None = None
     cp_kind: ContextKind = "ulysses"
     dp_replicate: int = 1
     offload: bool = False

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Literal
 
 import torch
@@ -58,7 +59,7 @@ class Mesh:
 
     Axes for `group`, `size` and `coordinate`: `pp dp cp tp edp ep etp`; `dp_cp`, the replicas of
     dense parameters; `cp_tp`, the ranks that share a batch; `stage`, all owners of tokens of one
-    pipeline stage (dp x cp x tp); `world`.
+    pipeline stage (dp x cp x tp); `pp_ends`, the first and the last pipeline rank; `world`.
 
     Args:
         layout: degrees; `dp=None` fills the world.
@@ -103,7 +104,7 @@ class Mesh:
         """Return the mesh of one process, which needs no process group."""
         mesh = cls.__new__(cls)
         mesh._setup(ParallelLayout(dp=1), runtime, device, 0, 1)
-        mesh._groups = {axis: Group(axis) for axis in (*_AXES, "world")}
+        mesh._groups = {axis: Group(axis) for axis in (*_AXES, "pp_ends", "world")}
         mesh._rest = {
             "dense": local_device_mesh(mesh.device.type, ("dp_cp", "tp")),
             "expert": local_device_mesh(mesh.device.type, ("edp", "ep", "etp")),
@@ -165,27 +166,34 @@ class Mesh:
         self._groups: dict[str, Group] = {}
         for axis, parts in _AXES.items():
             source = expert_grid if axis in _EXPERT[1:] else grid
-            self._groups[axis] = self._make_group(axis, source, parts, made)
+            along = partial(source.ranks_along, axes=parts)
+            self._groups[axis] = self._make_group(axis, along, made)
+
+        def ends(rank: int) -> tuple[int, ...]:
+            line = grid.ranks_along(rank, ("pp",))
+            return tuple(sorted({line[0], line[-1]}))
+
+        self._groups["pp_ends"] = self._make_group("pp_ends", ends, made)
         self._groups["world"] = Group("world", self.world_size, self.rank, everyone, world)
 
     def _make_group(
         self,
         axis: str,
-        grid: _Grid,
-        parts: Sequence[str],
+        ranks_of: Callable[[int], tuple[int, ...]],
         made: dict[tuple[int, ...], dist.ProcessGroup],
     ) -> Group:
-        mine = grid.ranks_along(self.rank, parts)
-        if len(mine) == 1:
-            return Group(axis, ranks=mine)
-        if mine not in made:
+        """Return this rank's group of an axis, made if no axis before it had the same ranks."""
+        mine = ranks_of(self.rank)
+        sets = {ranks_of(rank) for rank in range(self.world_size)}
+        if len(mine) > 1 and mine not in made:
             # Every rank must create every group of the axis, in the same order.
-            sets = {grid.ranks_along(r, parts) for r in range(self.world_size)}
             limit = timedelta(seconds=self.runtime.timeout)
             for ranks in sorted(sets):
                 group = dist.new_group(list(ranks), timeout=limit)
                 if ranks == mine:
                     made[mine] = group
+        if self.rank not in mine or len(mine) == 1:
+            return Group(axis, ranks=(self.rank,))
         return Group(axis, len(mine), mine.index(self.rank), mine, made[mine])
 
     def agree(self, what: str, value: str) -> None:

@@ -54,6 +54,7 @@ class ParamSpec:
         keep_fp32: never cast below fp32, whatever the model's dtype.
         slots: for dimension 0, the logical index of every padded place, -1 where it is empty.
         pad: allow dimension 0 to be padded at its end so that it splits.
+        copies: pipeline ranks that hold it (a tied embedding on the first and the last).
     """
 
     shape: tuple[int, ...]
@@ -65,6 +66,7 @@ class ParamSpec:
     keep_fp32: bool = False
     slots: tuple[int, ...] | None = None
     pad: bool = False
+    copies: int = 1
 
     @property
     def zero_sharded(self) -> bool:
@@ -73,7 +75,7 @@ class ParamSpec:
         Small fp32 parameters and those whose gradient is partial over tp stay replicated:
         `fully_shard` would cast the former and sum the latter over tp in the compute dtype.
         """
-        return not (self.partial or self.keep_fp32)
+        return not (self.partial or self.keep_fp32 or self.copies > 1)
 
     def padded_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Return the global shape with padding, which every shard axis divides.

@@ -98,17 +98,25 @@ def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@contextlib.contextmanager
-def _bound(variable: ContextVar[_Tape | None], tape: _Tape, *others: Any) -> Iterator[None]:
-    tape.position = 0
-    token = variable.set(tape)
-    try:
-        with contextlib.ExitStack() as stack:
-            for other in others:
-                stack.enter_context(other)
-            yield
-    finally:
-        variable.reset(token)
+class _Bound:
+    """Context in which decisions go to or come from a tape; may be entered more than once.
+
+    Schedules that split backward into input and weight gradients run a block's second run twice.
+    """
+
+    def __init__(self, variable: ContextVar[_Tape | None], tape: _Tape, inner: Any = None) -> None:
+        self.variable, self.tape = variable, tape
+        self.inner = inner or contextlib.nullcontext()
+        self.tokens: list[Any] = []
+
+    def __enter__(self) -> None:
+        self.tape.position = 0
+        self.tokens.append(self.variable.set(self.tape))
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+        self.variable.reset(self.tokens.pop())
 
 
 def run_block(block: Callable[..., Any], mode: Recompute, *args: Any) -> Any:
@@ -125,11 +133,9 @@ def run_block(block: Callable[..., Any], mode: Recompute, *args: Any) -> Any:
 
     def contexts() -> tuple[Any, Any]:
         tape = _Tape()
-        first: list[Any] = []
-        second: list[Any] = []
+        save, load = None, None
         if mode == "selective":
             save, load = create_selective_checkpoint_contexts(_policy)
-            first, second = [save], [load]
-        return _bound(_recording, tape, *first), _bound(_replaying, tape, *second)
+        return _Bound(_recording, tape, save), _Bound(_replaying, tape, load)
 
     return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)

@@ -34,6 +34,8 @@ from moe_tp.parallel.collectives import accumulate_dtype
 from moe_tp.parallel.mesh import Domain, Mesh
 from moe_tp.parallel.parameter import named_specs, splits
 
+_ROOTS = "_zero_roots"  # wrapped modules beside the module tree of the model they belong to
+
 
 @dataclass(frozen=True, slots=True)
 class WrapUnit:
@@ -43,13 +45,20 @@ class WrapUnit:
     domain: Domain
 
 
-def apply_zero(model: nn.Module, mesh: Mesh, units: Sequence[WrapUnit]) -> None:
+def apply_zero(
+    model: nn.Module,
+    mesh: Mesh,
+    units: Sequence[WrapUnit],
+    *,
+    roots: Sequence[nn.Module] | None = None,
+) -> None:
     """Shard the parameters of a model in place, as the mesh's layout asks.
 
     Args:
-        model: built on the meta device or with values; the root of the wrapping.
+        model: built on the meta device or with values.
         mesh: its layout's `zero` picks the stage; at 0 nothing is done.
         units: inner units before the outer ones that contain them.
+        roots: what is called in training and holds the rest: the model, or its pipeline stages.
 
     Collectives: none now; all-gathers over the replicas in forward (and backward at stage 3) and
     reduce-scatters in backward.
@@ -65,17 +74,19 @@ def apply_zero(model: nn.Module, mesh: Mesh, units: Sequence[WrapUnit]) -> None:
     )
     offload = CPUOffloadPolicy() if runtime.offload else OffloadPolicy()
     whole = {entry.param for entry in named_specs(model) if not entry.spec.zero_sharded}
-    for unit in (*units, WrapUnit(model, "dense")):
+    tops = [WrapUnit(root, "dense") for root in roots or [model]]
+    for unit in (*units, *tops):
         size = mesh.replicas(unit.domain).size()
         fully_shard(
             unit.module,
             mesh=mesh.replicas(unit.domain),
-            reshard_after_forward=stage == 3 and unit.module is not model,
+            reshard_after_forward=stage == 3 and unit not in tops,
             shard_placement_fn=functools.partial(_shard_dim, size=size),
             mp_policy=policy,
             offload_policy=offload,
             ignored_params=whole,
         )
+    model.__dict__[_ROOTS] = [] if roots is None else list(roots)
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -94,8 +105,10 @@ def _shard_dim(param: nn.Parameter, *, size: int) -> Shard:
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Return the wrapped modules of a model; empty at zero 0."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    """Return the wrapped modules of a model, its pipeline stages included; empty at zero 0."""
+    found = dict.fromkeys(model.modules())
+    found.update(dict.fromkeys(model.__dict__.get(_ROOTS, [])))
+    return [module for module in found if isinstance(module, FSDPModule)]
 
 
 def set_last_micro_batch(model: nn.Module, mesh: Mesh, last: bool) -> None:

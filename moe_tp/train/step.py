@@ -10,6 +10,7 @@ import torch
 
 from moe_tp.errors import DataError
 from moe_tp.models.decoder import Aux, Decoder, count_agreed
+from moe_tp.models.stages import pipeline_step
 from moe_tp.models.tokens import IGNORE, batch_problem, next_token_targets
 from moe_tp.parallel.collectives import raw_all_gather
 from moe_tp.parallel.mesh import Mesh
@@ -85,6 +86,8 @@ def forward_backward(
     """
     plan = _agree(model, micro_batches)
     mesh = model.mesh
+    if model.stages:
+        return _through_pipeline(model, micro_batches, plan, step, backward, return_logits)
     loss = torch.zeros((), device=mesh.device)
     aux: Aux | None = None
     logits: list[torch.Tensor] = []
@@ -122,6 +125,44 @@ def forward_backward(
         target_tokens=plan.target_tokens,
         num_micro_batches=plan.num_micro_batches,
         logits=tuple(logits),
+    )
+
+
+def _through_pipeline(
+    model: Decoder,
+    micro_batches: Sequence[MicroBatch],
+    plan: _Plan,
+    step: int,
+    backward: bool,
+    return_logits: bool,
+) -> StepOutput:
+    """Return what `forward_backward` returns, from the schedule that the runtime names."""
+    batches, offset = [], plan.first_sample
+    for m in range(plan.num_micro_batches):
+        batch = _arguments(micro_batches[m]) if m < len(micro_batches) else _empty()
+        batch.setdefault("sample_offset", offset)
+        offset += batch["input_ids"].shape[0]
+        batches.append(batch)
+    whole_step = model.config.moe.router.balance_kind == "global_batch"
+    loss, aux = pipeline_step(
+        model,
+        batches,
+        target_tokens=plan.target_tokens,
+        step_tokens=plan.step_tokens if whole_step else None,
+        step=step,
+        backward=backward,
+    )
+    logits = []
+    if return_logits:
+        for batch in batches:
+            call = {name: value for name, value in batch.items() if name != "labels"}
+            logits.append(model(**call, step=step).logits)
+    return StepOutput(
+        loss=loss,
+        aux=aux,
+        target_tokens=plan.target_tokens,
+        num_micro_batches=plan.num_micro_batches,
+        logits=tuple(logits[: len(micro_batches)]),
     )
 
 
