@@ -91,7 +91,7 @@ class Seen:
         """Return one tensor a layer, on the host."""
         parts = {"ids": self.ids, "hidden": self.hidden, "chosen": self.chosen}
         return {
-            name: {layer: torch.cat(tensors).cpu() for layer, tensors in by_layer.items()}
+            name: {layer: torch.cat(rows).cpu() for layer, rows in by_layer.items() if rows}
             for name, by_layer in parts.items()
         }
 
