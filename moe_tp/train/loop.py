@@ -324,5 +324,6 @@ def summary(result: Mapping[str, Any]) -> str:
     )
     if result["eval_loss"] is not None:
         text += f", held out {result['eval_loss']:.4f}"
-        text += f" (unigram model {result['unigram_loss']:.4f})"
+    if result["unigram_loss"] is not None:
+        text += f" (a unigram model has {result['unigram_loss']:.4f})"
     return f"{text}; wrote {result['final']}"
