@@ -102,7 +102,8 @@ def from_pretrained(
     """Return the model of a hub folder, each rank with its own slices; collective.
 
     Args:
-        path: the folder.
+        path: a folder, a URL such as `s3://bucket/folder`, or a hub id (`owner/name`, with
+            `@revision` where wanted).
         mesh: the mesh.
         dtype: of the parameters; None: as on disk, bf16 for quantised formats.
 
@@ -118,7 +119,7 @@ def from_pretrained(
     mesh.agree("the model's configuration", repr((config, dtype, sorted(folder.files.items()))))
     model = allocate(config, mesh, dtype or folder.default_dtype)
     model.name_rules = rules_for(config, folder.logical.keys())
-    model.source = folder.path
+    model.source = folder.path or folder.where
     load_into(model, folder, model.name_rules)
     return model
 
