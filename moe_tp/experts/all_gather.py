@@ -73,13 +73,16 @@ class _Reduce(Function):
     """Sums of the group's partial sums, this rank's tokens; backward gathers."""
 
     @staticmethod
-    def forward(ctx: Any, partial_ND: torch.Tensor, route: _Route) -> torch.Tensor:
+    def forward(
+        ctx: Any, partial_ND: torch.Tensor, route: _Route, dtype: torch.dtype
+    ) -> torch.Tensor:
         ctx.route = route
-        return _reduce(partial_ND, route, route.wire, "forward").to(route.dtype, copy=True)
+        return _reduce(partial_ND, route, route.wire, "forward").to(dtype, copy=True)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _gather(grads[0], ctx.route, "backward"), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        route: _Route = ctx.route
+        return _gather(grads[0].to(route.dtype), route, "backward"), None, None
 
 
 class AllGatherDispatcher:
@@ -118,12 +121,16 @@ class AllGatherDispatcher:
             route=route,
         )
 
-    def combine(self, partial_RD: torch.Tensor, received: Received) -> torch.Tensor:
-        """Return each token's sum, in the dtype of x.
+    def combine(
+        self, partial_RD: torch.Tensor, received: Received, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return each token's sum, in `dtype` or that of x.
 
         Collectives: reduce-scatters over etp and ep. Backward: all-gathers.
         """
-        y_TD: torch.Tensor = apply_function(_Reduce, partial_RD, received.route)
+        y_TD: torch.Tensor = apply_function(
+            _Reduce, partial_RD, received.route, dtype or received.route.dtype
+        )
         return y_TD
 
     def _make_route(self, x_TD: torch.Tensor) -> _Route:

@@ -129,22 +129,22 @@ class _Combine(Function):
     """Partial sums of rows to sums of tokens; see the table above."""
 
     @staticmethod
-    def forward(ctx: Any, partial_RD: torch.Tensor, way: Way) -> torch.Tensor:
+    def forward(ctx: Any, partial_RD: torch.Tensor, way: Way, dtype: torch.dtype) -> torch.Tensor:
         ctx.way = way
         wire = return_dtype(way.wire, way.dtype)
         rows = raw_reduce_scatter_rows(partial_RD.contiguous(), way.etp_rows, way.etp)
         for hop in reversed(way.hops):
             rows = hop.arrive_back(hop.start_back(rows.to(wire), "forward"))
-        return rows.to(way.dtype)
+        return rows.to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         way: Way = ctx.way
         # The gradient travels in the dtype of x, though the sum it belongs to is in fp32.
-        rows = grads[0]
+        rows = grads[0].to(way.dtype)
         for hop in way.hops:
             rows = hop.arrive(hop.start(rows, "backward"))
-        return raw_all_gather_rows(rows, way.etp_rows, way.etp, phase="backward"), None
+        return raw_all_gather_rows(rows, way.etp_rows, way.etp, phase="backward"), None, None
 
 
 class AllToAllDispatcher:
@@ -235,11 +235,15 @@ class AllToAllDispatcher:
             route=pending.way,
         )
 
-    def combine(self, partial_RD: torch.Tensor, received: Received) -> torch.Tensor:
-        """Return each token's sum, in the dtype of x.
+    def combine(
+        self, partial_RD: torch.Tensor, received: Received, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return each token's sum, in `dtype` or that of x.
 
         Collectives: reduce-scatter over etp and a hop back over ep of the partial sums, in fp32
         unless a wire dtype is set. Backward: rows in the dtype of x.
         """
-        y_TD: torch.Tensor = apply_function(_Combine, partial_RD, received.route)
+        y_TD: torch.Tensor = apply_function(
+            _Combine, partial_RD, received.route, dtype or received.route.dtype
+        )
         return y_TD

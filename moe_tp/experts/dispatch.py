@@ -49,8 +49,10 @@ class Dispatcher(Protocol):
         """Return the rows that arrive here. Every rank of the expert group must call it."""
         ...
 
-    def combine(self, partial_RD: torch.Tensor, received: Received) -> torch.Tensor:
-        """Return `[T, D]`, in the dtype of x, the sum of each token's partial sums."""
+    def combine(
+        self, partial_RD: torch.Tensor, received: Received, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return `[T, D]`, in `dtype` or that of x, the sum of each token's partial sums."""
         ...
 
 

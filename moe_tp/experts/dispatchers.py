@@ -5,13 +5,14 @@ from __future__ import annotations
 from moe_tp.errors import ConfigError
 from moe_tp.experts.all_gather import AllGatherDispatcher
 from moe_tp.experts.all_to_all import AllToAllDispatcher
+from moe_tp.experts.deepep import DeepEPDispatcher
 from moe_tp.experts.dispatch import Dispatcher
 from moe_tp.experts.local import LocalDispatcher
 from moe_tp.experts.two_hop import TwoHopDispatcher
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.routing.table import ExpertTable
 
-NAMES = ("auto", "local", "all_to_all", "all_gather", "two_hop")
+NAMES = ("auto", "local", "all_to_all", "all_gather", "two_hop", "deepep")
 
 
 def make_dispatcher(mesh: Mesh, table: ExpertTable) -> Dispatcher:
@@ -35,6 +36,8 @@ def make_dispatcher(mesh: Mesh, table: ExpertTable) -> Dispatcher:
         return AllGatherDispatcher(mesh, table, wire)
     if name == "two_hop":
         return TwoHopDispatcher(mesh, table, wire)
+    if name == "deepep":
+        return DeepEPDispatcher(mesh, table)
     raise ConfigError(
         f"dispatcher={mesh.runtime.dispatcher!r} is not known; choose one of {', '.join(NAMES)}"
     )

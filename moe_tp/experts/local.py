@@ -54,9 +54,11 @@ class LocalDispatcher:
             route=x_TD.dtype,
         )
 
-    def combine(self, partial_RD: torch.Tensor, received: Received) -> torch.Tensor:
-        """Return the sums in the dtype of x."""
-        return partial_RD.to(received.route)
+    def combine(
+        self, partial_RD: torch.Tensor, received: Received, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return the sums, in `dtype` or that of x."""
+        return partial_RD.to(dtype or received.route)
 
 
 def sort_pairs(slot_TK: torch.Tensor, num_slots: int, weights_TK: torch.Tensor) -> Pairs:

@@ -13,16 +13,18 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_tp.errors import ConfigError
 from moe_tp.experts.activation import Activation
 from moe_tp.experts.activation import activation as activation_of
-from moe_tp.experts.dispatch import Dispatcher, SplitDispatcher
+from moe_tp.experts.dispatch import Dispatcher, Received, SplitDispatcher
 from moe_tp.experts.dispatchers import make_dispatcher
 from moe_tp.experts.events import note
 from moe_tp.experts.layer import GroupedExperts
 from moe_tp.experts.losses import MoEAux, Sequences, router_losses
 from moe_tp.experts.mlp import GatedMLP
+from moe_tp.experts.pieces import split_in_pieces
 from moe_tp.experts.router import Router, count_load, update_router_bias
 from moe_tp.log import warn_once
 from moe_tp.parallel.collectives import raw_all_reduce
@@ -30,6 +32,7 @@ from moe_tp.parallel.linear import ReplicatedLinear
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import Init, ParallelModule, initialise
 from moe_tp.parallel.random import DropoutKey
+from moe_tp.routing.assignment import Assignment
 from moe_tp.routing.config import RouterConfig
 from moe_tp.routing.table import ExpertTable
 
@@ -157,16 +160,7 @@ class MoE(nn.Module):
         ids_T = None if token_ids is None else token_ids.reshape(-1)
 
         assignment = self.router(x_TD, mask_T=mask_T, token_ids_T=ids_T, key=key, replay_TK=replay)
-        x_in_TD = x_TD.to(self.experts.compute_dtype)
-        if self.mesh.runtime.overlap and isinstance(self.dispatcher, SplitDispatcher):
-            pending = self.dispatcher.start(x_in_TD, assignment)
-            shared_TD = self._shared(x_TD, mask_T)
-            received = self.dispatcher.finish(pending)
-        else:
-            shared_TD = self._shared(x_TD, mask_T)
-            received = self.dispatcher.dispatch(x_in_TD, assignment)
-        partial_RD = self.experts(received.rows_RD, received.pair_weight_P, received)
-        y_TD = self.dispatcher.combine(partial_RD, received).to(x.dtype) + shared_TD
+        y_TD = self._routed_and_shared(x_TD, assignment, mask_T)
         aux = router_losses(
             assignment, self.config, self.mesh,
             before_E=self.router.step_counts_E, sequences=sequences, step_tokens=step_tokens,
@@ -174,6 +168,45 @@ class MoE(nn.Module):
         )  # fmt: skip
 
         return count_load(y_TD, self.router, assignment).view(x.shape), aux
+
+    def _routed_and_shared(
+        self, x_TD: torch.Tensor, assignment: Assignment, mask_T: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return what experts and shared expert make of the tokens.
+
+        The shared expert runs while rows are in flight where the dispatcher lets it (and the
+        runtime's `overlap` is on). Several pieces go one after the other, each sent again in
+        backward.
+        """
+        runtime = self.mesh.runtime
+        x_in_TD = x_TD.to(self.experts.compute_dtype)
+        pieces = split_in_pieces(assignment, self.mesh, self.table, runtime.dispatch_rows)
+        if len(pieces) > 1:
+            exact = torch.promote_types(x_in_TD.dtype, torch.float32)
+            y_TD = torch.zeros_like(x_in_TD, dtype=exact)
+            for piece in pieces:
+                y_TD = y_TD + checkpoint(
+                    self._routed, x_in_TD, piece, exact,
+                    use_reentrant=False, preserve_rng_state=False,
+                )  # fmt: skip
+            return y_TD.to(x_TD.dtype) + self._shared(x_TD, mask_T)
+        if runtime.overlap and isinstance(self.dispatcher, SplitDispatcher):
+            pending = self.dispatcher.start(x_in_TD, assignment)
+            shared_TD = self._shared(x_TD, mask_T)
+            y_TD = self._compute(self.dispatcher.finish(pending), None)
+        else:
+            y_TD = self._routed(x_in_TD, assignment, None)
+            shared_TD = self._shared(x_TD, mask_T)
+        return y_TD.to(x_TD.dtype) + shared_TD
+
+    def _routed(
+        self, x_TD: torch.Tensor, assignment: Assignment, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        return self._compute(self.dispatcher.dispatch(x_TD, assignment), dtype)
+
+    def _compute(self, received: Received, dtype: torch.dtype | None) -> torch.Tensor:
+        partial_RD = self.experts(received.rows_RD, received.pair_weight_P, received)
+        return self.dispatcher.combine(partial_RD, received, dtype)
 
     def _shared(self, x_TD: torch.Tensor, mask_T: torch.Tensor | None) -> torch.Tensor | float:
         """Return the shared expert's output, 0 without one and in masked rows."""
