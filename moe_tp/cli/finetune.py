@@ -8,6 +8,7 @@ from moe_tp.cli.options import (
     add_json_argument,
     add_layout_arguments,
     given_degrees,
+    is_first_rank,
     make_mesh,
     say,
     write_json,
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, words)
     mesh = make_mesh(options, layout=config.parallel, runtime=config.runtime)
     result = finetune(config, mesh, quiet=options.json == "-")
-    say(options, summary(result))
+    if is_first_rank():
+        say(options, summary(result))
     write_json(options, result)
     return 0
-

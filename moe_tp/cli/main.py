@@ -85,7 +85,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     module.add_arguments(parser)
     parser.set_defaults(run=module.run)
-    return parser.parse_args(words[1:])
+    return parser.parse_intermixed_args(words[1:])
 
 
 def _run(options: argparse.Namespace) -> int:
