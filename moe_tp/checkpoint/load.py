@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from moe_tp.checkpoint.agree import settle, together
+from moe_tp.checkpoint.agree import together
 from moe_tp.checkpoint.blocks import Aligned, Box, boxes_of, clip, numel, split
 from moe_tp.checkpoint.header import CODES
 from moe_tp.checkpoint.reader import HubFolder, listed
@@ -138,14 +138,11 @@ def load_into(
         return targets, missing
 
     targets, missing = together(prepare, world, device)
-    error: Exception | None = None
-    elements = 0
-    try:
-        with torch.no_grad():
-            elements = _fill(folder, rules, targets, set(missing), reject_nan, progress)
-    except Exception as caught:  # noqa: BLE001 - raised by `settle` on every rank
-        error = caught
-    settle(error, world, device)
+    jobs = together(lambda: _jobs(folder, rules, targets, set(missing)), world, device)
+    files = {part.file for job in jobs for part in folder.find(job.name).parts}
+    folder.storage.prepare(sorted(files), world, device)
+    with torch.no_grad():
+        elements = together(lambda: _fill(folder, jobs, reject_nan, progress), world, device)
     folder.close()
     extra = tuple(n for n in folder.logical if rules.matches("passthrough", n))
     for name in missing:
@@ -243,16 +240,11 @@ def _renamed(missing: Sequence[str], extra: Sequence[str]) -> str:
     return ""
 
 
-def _fill(
-    folder: HubFolder,
-    rules: NameRules,
-    targets: Sequence[Target],
-    missing: set[str],
-    reject_nan: bool,
-    progress: Progress | None,
-) -> int:
+def _jobs(
+    folder: HubFolder, rules: NameRules, targets: Sequence[Target], missing: set[str]
+) -> list[_Job]:
+    """Return the reads that fill the targets, in the order of the disk; padding is set to 0."""
     jobs: dict[tuple[str, tuple[range, ...]], _Job] = {}
-    expected = 0
     for target in targets:
         boxes = target.boxes
         real = sum(numel([range(run.length) for run in box]) for box in boxes)
@@ -270,11 +262,17 @@ def _fill(
             )
         if real != target.local.numel():
             _clear_padding(target)
-        expected += placed
-    ordered = sorted(jobs.values(), key=lambda j: _place_on_disk(folder, j))
-    total = sum(_bytes(folder, job) for job in ordered)
+    return sorted(jobs.values(), key=lambda j: _place_on_disk(folder, j))
+
+
+def _fill(
+    folder: HubFolder, jobs: Sequence[_Job], reject_nan: bool, progress: Progress | None
+) -> int:
+    """Do all reads; return the number of elements written."""
+    total = sum(_bytes(folder, job) for job in jobs)
+    expected = sum(view.numel() for job in jobs for _, view in job.places)
     done = written = 0
-    for job in ordered:
+    for job in jobs:
         for count, size in _read(folder, job, reject_nan):
             written += count
             done += size

@@ -20,6 +20,7 @@ from moe_tp.checkpoint.formats import (
     logical_tensors,
 )
 from moe_tp.checkpoint.header import TensorInfo
+from moe_tp.checkpoint.remote import open_storage
 from moe_tp.checkpoint.rules import Index, natural_key, to_ranges
 from moe_tp.checkpoint.scan import scan_folder
 from moe_tp.checkpoint.slices import Counter, read_dense
@@ -33,11 +34,13 @@ class HubFolder:
     """A folder of safetensors and JSON whose headers have been read and checked.
 
     Args:
-        path: the folder, or a `Storage`.
+        path: a folder, a URL (`s3://...`), a hub id (`owner/name`, `owner/name@revision`), or a
+            `Storage`.
         strict: raise if there is any problem; otherwise `problems` tells.
         need_config: a missing config.json is a problem.
 
     Attributes:
+        path: the folder on this machine, None for a remote one (`where` opens that again).
         config: config.json.
         tensors: what lies on disk, by name.
         logical: what a model sees (quantised tensors decoded to bf16), by name in natural order.
@@ -55,12 +58,10 @@ class HubFolder:
         strict: bool = True,
         need_config: bool = True,
     ) -> None:
-        if isinstance(path, (str, os.PathLike)):
-            self.path: Path | None = Path(path)
-            self.storage: Storage = LocalStorage(path)
-        else:
-            self.path = path.path if isinstance(path, LocalStorage) else None
-            self.storage = path
+        self.storage: Storage = open_storage(path) if isinstance(path, (str, os.PathLike)) else path
+        self.path: Path | None = (
+            self.storage.path if isinstance(self.storage, LocalStorage) else None
+        )
         try:
             scan = scan_folder(self.storage, need_config=need_config)
         except BaseException:
@@ -79,7 +80,7 @@ class HubFolder:
 
     @property
     def where(self) -> str:
-        """The folder, for messages."""
+        """The folder, URL or hub id with its revision: for messages, and to open it again."""
         return self.storage.where
 
     @property

@@ -8,7 +8,10 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from moe_tp.errors import CheckpointError
+from moe_tp.parallel.collectives import Group
 
 TEMPLATES = "additional_chat_templates"  # the one sub-folder that belongs to a model folder
 _MAX_OPEN = 64
@@ -40,6 +43,10 @@ class Storage(Protocol):
 
     def expect(self, file: str, offset: int, length: int) -> None:
         """Say that these bytes will be asked for soon."""
+        ...
+
+    def prepare(self, files: list[str], group: Group, device: torch.device) -> None:
+        """Get ready to read weights from these files; all ranks of `group` call it."""
         ...
 
     def close(self) -> None:
@@ -119,6 +126,9 @@ class LocalStorage:
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):  # advice only: some file systems refuse it
                 os.posix_fadvise(self._descriptor(file), offset, length, os.POSIX_FADV_WILLNEED)
+
+    def prepare(self, files: list[str], group: Group, device: torch.device) -> None:
+        """Do nothing: the files are here."""
 
     def close(self) -> None:
         """Close open files."""
