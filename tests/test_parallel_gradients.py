@@ -404,6 +404,36 @@ def test_the_norm_over_stages_and_a_hosts_parameters() -> None:
         assert norm == pytest.approx(math.sqrt(3**2 + 12**2 + 84**2))
 
 
+def ends(pp: int) -> tuple[float, list[float] | None, tuple[int, ...]]:
+    mesh = Mesh(ParallelLayout(pp=pp))
+    module = ParallelModule(mesh)
+    module.add_parameter("own", ParamSpec(shape=(1,), init=ONES), torch.float32)
+    loss = module.local("own").sum() * 0
+    at_end = mesh.stage in (0, pp - 1)
+    if at_end:
+        spec = ParamSpec(shape=(2,), init=ONES, copies=2)
+        module.add_parameter("tied", spec, torch.float32)
+    initialise(module, 0)
+    if at_end:
+        share = [1.0, 0.0] if mesh.stage == 0 else [2.0, 4.0]
+        loss = loss + (module.local("tied") * torch.tensor(share)).sum()
+    loss.backward()
+    settle_gradients(module)
+    norm = clip_grad_norm(module, 1e9)
+    grad = to_local(module.tied.grad).tolist() if at_end else None
+    return norm, grad, mesh.group("pp_ends").ranks
+
+
+def test_a_tied_embedding_on_both_ends_of_the_pipeline() -> None:
+    """C33, G2, G3: its two copies sum their gradients, keep them equal, and count once."""
+    for pp in (2, 4):
+        for rank, (norm, grad, ranks) in enumerate(run_ranks(ends, pp, pp)):
+            assert norm == pytest.approx(5.0)
+            inside = 0 < rank < pp - 1
+            assert grad == (None if inside else [3.0, 4.0])
+            assert ranks == ((rank,) if inside else (0, pp - 1))
+
+
 class Scalar(ParallelModule):
     """One weight; the loss of a token is weight x its number."""
 

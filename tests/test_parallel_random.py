@@ -178,6 +178,9 @@ def test_every_layout_draws_the_same_weights() -> None:
             assert torch.equal(got["local router"], results[0]["local router"])
     for a, b in combinations(want["experts"], 2):
         assert (a != b).all()
+    drawn = [v.flatten()[:8] for k, v in want.items() if k != "norm" and "local" not in k]
+    for a, b in combinations(drawn, 2):
+        assert not torch.equal(a, b)
     for name, other in weights(None, 4).items():
         assert torch.equal(other, want[name]) == (name in ("norm", "local norm"))
 
