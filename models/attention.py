@@ -20,6 +20,7 @@ from torch import nn
 
 from moe_tp.errors import ConfigError
 from moe_tp.models.config import ModelConfig
+from moe_tp.models.context import SharedSequences
 from moe_tp.models.rope import Rotation, score_scale
 from moe_tp.parallel.collectives import accumulate_dtype, all_reduce, replicate
 from moe_tp.parallel.linear import RowParallelLinear, gather_linear
@@ -40,6 +41,8 @@ class Sequences:
             over whole rows.
         dropout_key: identity of this layer's attention dropout with one id a query, B*S of them;
             None outside training.
+        context: how the ranks of cp share the sequences; S is then this rank's share, and the mask
+            speaks of whole sequences. None where each rank has them whole.
     """
 
     batch: int
@@ -47,6 +50,7 @@ class Sequences:
     rotation: Rotation
     mask_BSS: torch.Tensor | None = None
     dropout_key: DropoutKey | None = None
+    context: SharedSequences | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,15 +359,44 @@ def attend(
         drop: probability of dropping an attention weight.
         first_head: global number of this rank's first query head, for the dropout mask.
 
-    Collectives: none.
+    Collectives: none; where cp shares the sequences, its exchanges.
     """
     if share is not None and not share.regular:
         index = torch.tensor(share.kv_of_query, device=q_BSHh.device)
         k_BSGh, v_BSGw = k_BSGh.index_select(2, index), v_BSGw.index_select(2, index)
-    q, k, v = (y.transpose(1, 2) for y in (q_BSHh, k_BSGh, v_BSGw))
+    key = sequences.dropout_key if drop > 0.0 else None
+
+    def whole(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks_H: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return _attend_whole(q, k, v, scale, mask, sinks_H, drop, key, first_head)
+
     mask = sequences.mask_BSS
+    if sequences.context is None:
+        return whole(q_BSHh, k_BSGh, v_BSGw, mask, sinks_H)
+    return sequences.context.attend(
+        q_BSHh, k_BSGh, v_BSGw, scale=scale, mask=mask, sinks_H=sinks_H, whole=whole
+    )
+
+
+def _attend_whole(
+    q_BSHh: torch.Tensor,
+    k_BSGh: torch.Tensor,
+    v_BSGw: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    sinks_H: torch.Tensor | None,
+    drop: float,
+    key: DropoutKey | None,
+    first_head: int,
+) -> torch.Tensor:
+    """Return `[B, S, H, w]` over whole sequences, by a fused kernel where one serves."""
+    q, k, v = (y.transpose(1, 2) for y in (q_BSHh, k_BSGh, v_BSGw))
     if q.numel() == 0 or drop > 0.0:
-        key = sequences.dropout_key if drop > 0.0 else None
         out = _attend_plainly(q, k, v, scale, mask, sinks_H, drop, key, first_head)
         return out.transpose(1, 2)
     value_dim, shifted = v.shape[-1], False

@@ -31,11 +31,18 @@ from moe_tp.models.tokens import (
     prepare,
 )
 from moe_tp.parallel.collectives import accumulate_dtype, all_reduce, raw_all_reduce
+from moe_tp.parallel.context.sequence import order
+from moe_tp.parallel.context.ulysses import check_heads
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import Init, ParallelModule, ParamSpec
 from moe_tp.parallel.recompute import run_block
 from moe_tp.parallel.sequence import RMSNorm
-from moe_tp.parallel.vocab import VocabParallelEmbedding, vocab_cross_entropy, vocab_logits
+from moe_tp.parallel.vocab import (
+    VocabParallelEmbedding,
+    gather_shards,
+    vocab_cross_entropy,
+    vocab_logits,
+)
 from moe_tp.parallel.zero import reshard
 
 
@@ -140,7 +147,7 @@ class Decoder(nn.Module):
 
     Attributes:
         seed: of dropout masks.
-        source: the folder it was read from, or None.
+        source: the folder, URL or hub id it was read from, or None.
         name_rules: how its parameters lie in a hub folder.
 
     Raises:
@@ -158,9 +165,9 @@ class Decoder(nn.Module):
         with_head: bool = True,
     ) -> None:
         super().__init__()
-        _check_layout(mesh)
+        _check_layout(config, mesh)
         self.config, self.mesh, self.seed = config, mesh, 0
-        self.source: Path | None = None
+        self.source: Path | str | None = None
         self.name_rules = rules_for(config)
         init = Init(value=config.init_std)
         self.embed: VocabParallelEmbedding | None = None
@@ -274,9 +281,9 @@ class Decoder(nn.Module):
                 "step": step,
                 "sample_offset": sample_offset,
             }
-            logits, aux = pipeline_logits(self, arguments)
+            whole, aux = pipeline_logits(self, arguments)
             reshard(self)
-            return Output(loss=None, aux=aux, logits=logits)
+            return Output(loss=None, aux=aux, logits=whole)
         call = self.open(
             input_ids,
             labels,
@@ -395,13 +402,18 @@ class Decoder(nn.Module):
     def logits(self, x_TD: torch.Tensor, call: Call) -> torch.Tensor:
         """Return `[B, S, V]` on every rank that shares the batch.
 
-        Collectives: all-gathers of x and of the logits over tp.
+        Collectives: all-gathers of x and of the logits over tp, and of the logits over cp.
         """
         assert self.head is not None
         tokens = call.tokens
         logits_NV: torch.Tensor = self.head(x_TD, None, self.config.logit_scale)
         rows_NV = logits_NV[: tokens.batch * tokens.length]
-        return rows_NV.view(tokens.batch, tokens.length, logits_NV.shape[-1])
+        logits_BSV = rows_NV.view(tokens.batch, tokens.length, logits_NV.shape[-1])
+        cp = self.mesh.group("cp")
+        if cp.size > 1:
+            place = order(cp.size * tokens.length, cp.size).to(logits_NV.device)
+            logits_BSV = gather_shards(logits_BSV, cp, 1)[:, place]
+        return logits_BSV[:, : tokens.given]
 
     def gather_aux(self, layer_aux: dict[int, MoEAux]) -> Aux:
         """Return the routers' losses summed over layers and the load of each layer."""
@@ -448,9 +460,15 @@ def count_agreed(
     return both[0]
 
 
-def _check_layout(mesh: Mesh) -> None:
-    if mesh.layout.cp > 1:
+def _check_layout(config: ModelConfig, mesh: Mesh) -> None:
+    """Refuse what attention cannot do when cp shares the sequences."""
+    cp, tp = mesh.size("cp"), mesh.size("tp")
+    if cp == 1:
+        return
+    if config.attention.dropout:
         raise ConfigError(
-            f"cp={mesh.layout.cp} is not supported by the model yet; choose cp=1 and spread the "
-            f"ranks over dp, tp, pp, ep and etp"
+            f"attention_dropout={config.attention.dropout} is not supported with cp={cp}; set it "
+            f"to 0, or choose cp=1"
         )
+    if mesh.runtime.cp_kind == "ulysses" and config.attention.num_heads % tp == 0:
+        check_heads(config.attention.num_heads // tp, cp)

@@ -3,13 +3,14 @@
 Letters: B batch · S sequence · N tokens of a (cp, tp) group, padded so that tp divides them · T
 owned tokens.
 
-Ranks that share a batch build this alike from the same `[B, S]` tensors. The flattened tokens are
+Ranks that share a batch build this alike from the same `[B, S]` tensors. Each cp rank takes its
+columns of every sequence (padded so that they divide); the flattened tokens are
 cut into equal runs, one for each tp rank; rows past B*S are padding, masked everywhere.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,9 @@ import torch.nn.functional as F
 from moe_tp.errors import DataError
 from moe_tp.models.attention import Sequences
 from moe_tp.models.config import ModelConfig
+from moe_tp.models.context import SharedSequences
 from moe_tp.models.rope import Rotation, rotation
+from moe_tp.parallel.context.sequence import padded_length, share
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.random import DropoutKey
 
@@ -29,7 +32,8 @@ class Tokens:
     """The tokens of one call, on the model's device.
 
     Args:
-        batch, length: B and S.
+        batch, length: B and S, this rank's share of each sequence.
+        given: columns of the sequences as they were given, of which cp holds shares.
         rows: N.
         ids_N: vocabulary ids, 0 in padding.
         ids_T: the owned ones.
@@ -38,9 +42,10 @@ class Tokens:
         token_ids_T: identity of owned tokens for dropout: sample of the global batch * 2^32 +
             column.
         sequence_T: row of the batch of each owned token.
-        token_ids_BS: the same identity for all tokens.
+        token_ids_BS: the same identity for all tokens of whole sequences.
         rotation: of the positions.
-        masks: sliding window (0 for none) -> attention mask; None is plainly causal.
+        masks: sliding window (0 for none) -> mask over whole sequences; None is plainly causal.
+        context: how the ranks of cp share the sequences.
     """
 
     batch: int
@@ -55,6 +60,8 @@ class Tokens:
     token_ids_BS: torch.Tensor
     rotation: Rotation
     masks: dict[int, torch.Tensor | None]
+    given: int
+    context: SharedSequences | None = None
 
     def sequences(self, window: int, key: DropoutKey | None) -> Sequences:
         """Return what a layer's attention must know.
@@ -69,6 +76,7 @@ class Tokens:
             rotation=self.rotation,
             mask_BSS=self.masks[window],
             dropout_key=key,
+            context=None if self.context is None else replace(self.context, window=window),
         )
 
 
@@ -207,7 +215,8 @@ def attention_masks(
 
 def owned_tokens(batch: int, length: int, mesh: Mesh) -> int:
     """Return T, the tokens of a `[B, S]` batch that each rank owns, padding included."""
-    return -(-batch * length // mesh.size("tp"))
+    share_length = padded_length(length, mesh.size("cp")) // mesh.size("cp")
+    return -(-batch * share_length // mesh.size("tp"))
 
 
 def prepare(
@@ -231,39 +240,53 @@ def prepare(
 
     Collectives: none.
     """
-    device, group = mesh.device, mesh.group("tp")
-    batch, length = input_ids.shape
+    device, tp, cp = mesh.device, mesh.group("tp"), mesh.group("cp")
+    batch, given = input_ids.shape
+    whole = padded_length(given, cp.size)
+    columns = share(whole, cp.size, cp.rank).to(device)
+    length = columns.shape[0]
+    owned = owned_tokens(batch, given, mesh)
+    rows = owned * tp.size
+    mine = slice(tp.rank * owned, (tp.rank + 1) * owned)
+
+    def wide(value: torch.Tensor, fill: int) -> torch.Tensor:
+        return F.pad(value.to(device), (0, whole - given), value=fill)
+
+    def flat(value_BS: torch.Tensor, fill: int) -> torch.Tensor:
+        """This rank's columns, flattened and padded to whole runs."""
+        part = value_BS[:, columns].reshape(-1)
+        return F.pad(part, (0, rows - batch * length), value=fill)
+
     targets = None
     if labels is not None:
-        targets = next_token_targets(labels, attention_mask, position_ids).to(device)
-    if attention_mask is not None:
-        attention_mask = attention_mask.to(device)
-    column = torch.arange(length, device=device)
-    if position_ids is None:
-        positions = column.expand(batch, length)
-    else:
-        positions = position_ids = position_ids.to(device)
-    owned = owned_tokens(batch, length, mesh)
-    rows = owned * group.size
-    mine = slice(group.rank * owned, (group.rank + 1) * owned)
-
-    def flat(value: torch.Tensor, fill: int) -> torch.Tensor:
-        return F.pad(value.reshape(-1), (0, rows - batch * length), value=fill)
-
+        targets = wide(next_token_targets(labels, attention_mask, position_ids), IGNORE)
+    column = torch.arange(whole, device=device)
+    positions = column.expand(batch, whole)
+    if position_ids is not None:
+        # Padding goes on counting, so that no document begins in it.
+        last = position_ids[:, -1:].to(device) if given else torch.zeros_like(positions[:, :1])
+        more = column[given:] + (last + 1 - given)
+        positions = position_ids = torch.cat([position_ids.to(device), more], dim=1)
     real = None
-    if attention_mask is not None or rows > batch * length:
-        given = torch.ones_like(positions) if attention_mask is None else attention_mask.long()
-        real = flat(given, 0)[mine].bool()
+    if attention_mask is not None or whole > given or rows > batch * length:
+        ones = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
+        real = flat(wide(ones, 0), 0)[mine].bool()
     sample = torch.arange(sample_offset, sample_offset + batch, device=device)
     identity = sample[:, None] * 2**32 + column
-    row = torch.arange(batch, device=device)[:, None].expand(batch, length)
+    row = torch.arange(batch, device=device)[:, None].expand(batch, whole)
     windows = {config.window(layer) for layer in range(config.num_layers)}
-    ids_N = flat(input_ids.to(device=device, dtype=torch.int64), 0)
+    ids_N = flat(wide(input_ids.to(torch.int64), 0), 0)
     mla = config.attention.mla
     turned = config.attention.head_dim if mla is None else mla.rope_dim
+    mask = None if attention_mask is None else wide(attention_mask.long(), 0)
+    ring = cp.size > 1 and mesh.runtime.cp_kind == "ring"
+    masks: dict[int, torch.Tensor | None] = dict.fromkeys(windows)
+    if not ring:
+        masks = attention_masks(whole, windows, mask, position_ids, device)
     return Tokens(
         batch=batch,
         length=length,
+        given=given,
         rows=rows,
         ids_N=ids_N,
         ids_T=ids_N[mine],
@@ -272,6 +295,23 @@ def prepare(
         token_ids_T=flat(identity, -1)[mine],
         sequence_T=flat(row, 0)[mine],
         token_ids_BS=identity,
-        rotation=rotation(config.rope, turned, positions, dtype),
-        masks=attention_masks(length, windows, attention_mask, position_ids, device),
+        rotation=rotation(config.rope, turned, positions[:, columns], dtype),
+        masks=masks,
+        context=_context(mesh, whole, mask, position_ids),
+    )
+
+
+def _context(
+    mesh: Mesh, length: int, mask: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> SharedSequences | None:
+    """Return how the ranks of cp share the sequences; None where they do not."""
+    if mesh.size("cp") == 1:
+        return None
+    documents = None if position_ids is None else document_starts(position_ids).cumsum(1)
+    return SharedSequences(
+        group=mesh.group("cp"),
+        kind=mesh.runtime.cp_kind,
+        length=length,
+        document=documents,
+        real=None if mask is None else mask.bool(),
     )
