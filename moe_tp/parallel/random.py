@@ -27,6 +27,11 @@ def key_of(*parts: object) -> int:
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
+def _wrapped(value: int) -> int:
+    """Return `value` as a signed 64-bit number."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the logical right shift of int64."""
     return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
@@ -34,8 +39,11 @@ def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 def hash_bits(key: int | torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
     """Return int64 with 64 well-mixed bits for each counter (wrapping arithmetic)."""
-    z = counter * _GOLDEN
-    z += key
+    return _mix(counter * _GOLDEN + key)
+
+
+def _mix(z: torch.Tensor) -> torch.Tensor:
+    """Return `z` mixed in place."""
     if z.device.type == "cpu":
         # numpy multiplies 64-bit integers several times faster, in the same memory.
         _mix_on_cpu(z.numpy().view(np.uint64))
@@ -67,8 +75,9 @@ def hash_normal(key: int, counter: torch.Tensor) -> torch.Tensor:
     sigma, and exact in integers, which no logarithm is.
     """
     lanes = torch.zeros_like(counter)
+    start = counter * _wrapped(3 * _GOLDEN) + key  # of the counters 3 c, 3 c + 1 and 3 c + 2
     for word in range(3):
-        bits = hash_bits(key, counter * 3 + word)
+        bits = _mix(start + _wrapped(word * _GOLDEN))
         lanes += bits.bitwise_and(_LANES)
         lanes += bits.bitwise_right_shift_(16).bitwise_and_(_LANES)
     total = lanes.bitwise_and(0xFFFFFFFF).add_(lanes.bitwise_right_shift_(32))
