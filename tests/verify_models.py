@@ -29,7 +29,7 @@ MIXTRAL_8: dict[str, Any] = {
 }
 MIXTRAL_6 = {**MIXTRAL_8, "num_attention_heads": 4, "num_local_experts": 6, "head_dim": 8}
 QWEN2_16: dict[str, Any] = {
-    **MIXTRAL_8,
+    **{key: value for key, value in MIXTRAL_8.items() if key != "num_local_experts"},
     "model_type": "qwen2_moe",
     "architectures": ["Qwen2MoeForCausalLM"],
     "num_attention_heads": 4,

@@ -3,8 +3,9 @@
 Letters: D width · H heads · h head size · E experts · F expert hidden.
 
 The table follows transformers 5.24's modeling files, family by family. Whatever shows in the
-tensors themselves (biases, query and key norms, sinks, a low-rank query) is not repeated here: the
-reference looks whether they are there, and refuses a folder with tensors that it did not use.
+tensors themselves (biases, query and key norms, sinks, a low-rank query, the number of experts) is
+not repeated here: the reference looks whether they are there, and refuses a folder with tensors
+that it did not use.
 """
 
 from __future__ import annotations
@@ -96,7 +97,6 @@ class Facts:
     ]  # per layer: how many positions back a query sees, itself included
     clip_qkv: float | None
     moe_layers: frozenset[int]
-    experts: int
     gate: Gate
     gate_limit: float | None  # clamp of gate and up (GPT-OSS), None: plain SwiGLU
     gate_alpha: float
@@ -150,7 +150,6 @@ def facts(config: Mapping[str, Any]) -> Facts:
         windows=_windows(config, family, layers),
         clip_qkv=config.get("clip_qkv") if family == "olmoe" else None,
         moe_layers=_moe_layers(config, family, layers),
-        experts=_experts(config, family),
         gate=_gate(config, family),
         gate_limit=float(config.get("swiglu_limit") or 7.0) if family == "gpt_oss" else None,
         gate_alpha=float(config.get("swiglu_alpha") or 1.702),
@@ -240,13 +239,6 @@ def _moe_layers(config: Mapping[str, Any], family: str, layers: int) -> frozense
         first = config.get("first_k_dense_replace", default)
         return frozenset(range(first, layers))
     return frozenset(range(layers))
-
-
-def _experts(config: Mapping[str, Any], family: str) -> int:
-    for key in ("n_routed_experts", "num_local_experts", "num_experts"):
-        if config.get(key) is not None:
-            return int(config[key])
-    raise ConfigError(f"the config of a {family} model gives no number of experts")
 
 
 def _gate(config: Mapping[str, Any], family: str) -> Gate:

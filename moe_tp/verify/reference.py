@@ -245,7 +245,7 @@ class Reference:
         bias_E = self.buffers.get(name + ".e_score_correction_bias")
         routed = gating.choose(logits_TE, self.facts.gate, bias_E, real_BS.flatten(), forced_TK)
         out_TD = torch.zeros_like(x_TD)
-        for e in range(self.facts.experts):
+        for e in range(logits_TE.shape[1]):
             token, choice = torch.where(routed.ids_TK == e)
             if token.numel():
                 row = self._expert(prefix, e, x_TD[token])

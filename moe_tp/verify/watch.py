@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from moe_tp.errors import MoeTpError
 from moe_tp.experts.moe import MoE, Router
 from moe_tp.models.blocks import Block
 from moe_tp.parallel.recompute import recomputing
@@ -47,13 +46,13 @@ class Choices:
     expert_NK: torch.Tensor
 
     def of(self, id_T: torch.Tensor) -> torch.Tensor:
-        """Return the choices of these tokens, `[T, K]`; -1 for padding (identity -1)."""
-        own, real = id_T.cpu(), (id_T >= 0).cpu()
+        """Return the choices of these tokens, `[T, K]`; -1 for padding and strangers."""
+        own = id_T.cpu()
         result = torch.full((len(own), self.expert_NK.shape[1]), -1)
-        at = torch.searchsorted(self.id_N, own[real])
-        if len(at) and (int(at.max()) >= len(self.id_N) or not self.id_N[at].equal(own[real])):
-            raise MoeTpError("verify: a layer works on a token that is in none of the batches")
-        result[real] = self.expert_NK[at]
+        if len(self.id_N):
+            at = torch.searchsorted(self.id_N, own).clamp(max=len(self.id_N) - 1)
+            known = self.id_N[at] == own
+            result[known] = self.expert_NK[at[known]]
         return result.to(id_T.device)
 
 
@@ -81,19 +80,21 @@ def tables(
 
 @dataclass(slots=True)
 class Seen:
-    """What a rank saw of its own real tokens in one step, by layer."""
+    """What a rank saw of its own real tokens in one step: by layer, the rows of each call."""
 
-    ids: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    hidden: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    chosen: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    calls: dict[int, list[dict[str, torch.Tensor]]] = field(default_factory=dict)
+
+    def add(self, layer: int, **rows: torch.Tensor) -> None:
+        """Keep one call of a layer: `ids`, `hidden` and in an MoE layer `chosen` of its tokens."""
+        self.calls.setdefault(layer, []).append(rows)
 
     def joined(self) -> dict[str, dict[int, torch.Tensor]]:
         """Return one tensor a layer, on the host."""
-        parts = {"ids": self.ids, "hidden": self.hidden, "chosen": self.chosen}
-        return {
-            name: {layer: torch.cat(rows).cpu() for layer, rows in by_layer.items() if rows}
-            for name, by_layer in parts.items()
-        }
+        found: dict[str, dict[int, torch.Tensor]] = {"ids": {}, "hidden": {}, "chosen": {}}
+        for layer, calls in self.calls.items():
+            for name in calls[0]:
+                found[name][layer] = torch.cat([call[name] for call in calls]).cpu()
+        return found
 
 
 @contextmanager
@@ -119,25 +120,27 @@ def _watch_block(block: Block, choices: Choices | None, seen: Seen) -> ExitStack
     """Return a context that closes the hooks on one layer."""
     layer = block.layer
     current: list[torch.Tensor] = []
-    for record in (seen.ids, seen.hidden, seen.chosen):
-        record.setdefault(layer, [])
+    chosen: list[torch.Tensor] = []
 
     def enter(_: torch.nn.Module, args: tuple[Any, ...]) -> None:
         current[:] = [args[1].tokens.token_ids_T]
 
     def leave(_: torch.nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        if not recomputing():
-            real_T = _real(args[1].tokens)
-            seen.ids[layer].append(current[0][real_T])
-            seen.hidden[layer].append(output[0].detach()[real_T])
+        if _again():
+            return
+        real_T = _real(args[1].tokens)
+        rows = {"ids": current[0][real_T], "hidden": output[0].detach()[real_T]}
+        if chosen:
+            rows["chosen"] = chosen.pop()
+        seen.add(layer, **rows)
 
     def feed(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert choices is not None
         return args, {**kwargs, "replay": choices.of(current[0])}
 
     def choose(router: torch.nn.Module, _: tuple[Any, ...], assignment: Assignment) -> None:
-        if not recomputing():
-            seen.chosen[layer].append(_own_choice(router, assignment))
+        if not _again():
+            chosen[:] = [_own_choice(router, assignment)]
 
     stack = ExitStack()
     stack.callback(block.register_forward_pre_hook(enter).remove)
@@ -147,6 +150,11 @@ def _watch_block(block: Block, choices: Choices | None, seen: Seen) -> ExitStack
         stack.callback(moe.register_forward_pre_hook(feed, with_kwargs=True).remove)
         stack.callback(moe.router.register_forward_hook(choose).remove)
     return stack
+
+
+def _again() -> bool:
+    """Return whether this is not the step's own pass: recompute, or a pipeline's for logits."""
+    return recomputing() or not torch.is_grad_enabled()
 
 
 def _real(tokens: Any) -> torch.Tensor:
