@@ -14,6 +14,7 @@ from safetensors import safe_open
 from moe_tp.checkpoint import HubFolder, gather_named, load_into, save_hub
 from moe_tp.checkpoint.rules import ExpertFormat
 from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.zero import WrapUnit, apply_zero
 from moe_tp.testing import run_ranks
 
 LAYOUTS: list[tuple[int, dict[str, int]]] = [
@@ -136,3 +137,31 @@ def test_gather_named_returns_hub_tensors(
             assert torch.equal(
                 found[name].to(tensor.dtype).view(torch.uint8), tensor.view(torch.uint8)
             )
+
+
+def through_zero(source: str, target: str, stage: int) -> int:
+    mesh = make_mesh(4, dp=2, tp=2, ep=2, zero=stage)
+    model = Toy(mesh, 6, torch.bfloat16)
+    apply_zero(model, mesh, [WrapUnit(model.experts, "expert"), WrapUnit(model.head, "dense")])
+    rules = toy_rules(6)
+    fill_nan(model)
+    load_into(model, HubFolder(source), rules)
+    save_hub(model, target, rules, {}, max_shard_size=900, carry_from=source)
+    found = gather_named(model, rules=rules)
+    assert not any(tensor.isnan().any() for tensor in found.values())
+    return sum(to_local(p).numel() for p in model.parameters())
+
+
+def test_zero_shards_load_and_save(tmp_path: Path) -> None:
+    """K1, K6: parameters sharded over replicas (ZeRO 3) read and send their own rows only."""
+    tensors = hub_tensors(toy_rules(6))
+    source = write_folder(tmp_path / "in", tensors)
+    sizes = {}
+    for stage in (0, 3):
+        target = tmp_path / f"out{stage}"
+        sizes[stage] = run_ranks(through_zero, 4, str(source), str(target), stage)
+        back = read_all(target)
+        assert back.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(back[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert max(sizes[3]) < 0.75 * max(sizes[0])

@@ -298,6 +298,22 @@ def test_correction_bias_stays_fp32(tmp_path: Path) -> None:
         assert config["dtype"] == config["torch_dtype"] == str(expected)[6:]
 
 
+def test_dtypes_of_the_source_by_default(tmp_path: Path) -> None:
+    """K1: a mixed folder loaded in fp32 goes back tensor by tensor in its own dtypes."""
+    tensors = hub_tensors(toy_rules(6))
+    tensors["o.weight"] = torch.randn(8, 16)
+    path = write_folder(tmp_path / "in", tensors)
+    model = Toy(Mesh.single(), 6, torch.float32)
+    load_into(model, HubFolder(path), toy_rules(6))
+    save(model, tmp_path / "out", carry_from=path)
+    back = HubFolder(tmp_path / "out")
+    for name, tensor in tensors.items():
+        assert back.find(name).dtype == tensor.dtype
+        assert torch.equal(back.read_slice(name), tensor)
+    save(model, tmp_path / "bare")
+    assert HubFolder(tmp_path / "bare").find("q.weight").dtype == torch.float32
+
+
 def quantised_save(path: str, target: str, world: int, layout: dict[str, int]) -> None:
     model = Toy(make_mesh(world, **layout), 6)
     load_into(model, HubFolder(path), toy_rules(6))
