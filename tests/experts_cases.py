@@ -53,9 +53,10 @@ def layer_step(
     router: dict[str, Any],
     dtype: torch.dtype = torch.float64,
     skew: float = 1.0,
+    mesh: Mesh | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return output, input gradient, losses, load, norm and gradients of one step of a layer."""
-    mesh = mesh_of_layout(layout, **runtime)
+    mesh = mesh or mesh_of_layout(layout, **runtime)
     dim, hidden = 8, 12
     config = RouterConfig(experts, **{"top_k": 2, **router})
     layer = MoE(dim, hidden, config, mesh, dtype=dtype, seed=3, **options)

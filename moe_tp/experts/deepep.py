@@ -82,14 +82,15 @@ class _Combine(Function):
     ) -> torch.Tensor:
         ctx.route = route
         y_TD, _, _ = route.buffer.combine(partial_RD.to(torch.bfloat16).contiguous(), route.handle)
-        y_TD = y_TD.to(dtype)
-        return y_TD.view_as(y_TD)
+        out_TD: torch.Tensor = y_TD.to(dtype)
+        return out_TD.view_as(out_TD)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         route: _Route = ctx.route
         grad = grads[0].to(route.dtype).contiguous()
-        return route.buffer.dispatch(grad, handle=route.handle)[0], None, None
+        rows: torch.Tensor = route.buffer.dispatch(grad, handle=route.handle)[0]
+        return rows, None, None
 
 
 class DeepEPDispatcher:

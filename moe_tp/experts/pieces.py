@@ -9,11 +9,12 @@ source sends an n-th in each piece, so a piece brings at most N + P rows (P x et
 parallelism), and min(K, local experts) pairs a row. A piece keeps nothing for backward: it is sent
 and computed again there, one piece at a time.
 
-Peak of the layer over its input and output, in bytes, with R = N + P * etp rows of width D, p pairs
-a row and F hidden a rank, b bytes an element and 4 for sums:
+Peak of the layer in bytes, with R = N + P * etp rows of width D, p pairs a row and F hidden a rank,
+T tokens of this rank, b bytes an element and 4 for sums:
 
-    R * D * (3 b + 3 * 4)  +  R * p * F * 2 b  +  scratch of one expert (R * (6 F + 4 D) * b)
-      +  the parameters' gradients, twice while a piece's are added
+    R * D * (3 b + 3 * 4)  +  R * p * F * 2 b  +  scratch of one expert, R * (6 F + 4 D) * b
+      +  three times this rank's expert weights (a piece's gradient, and two sums of them)
+      +  five times T * D * 4 (output, sums and input gradient)
 """
 
 from __future__ import annotations

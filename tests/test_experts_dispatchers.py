@@ -1,0 +1,341 @@
+"""Dispatchers beyond the plain one: two hops, pieces, fp8 rows, overlap, DeepEP's contract."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from experts_cases import draw, joined, layer_step, mesh_of_layout, worst_error
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_tp import Mesh, MoE, settle_gradients
+from moe_tp.errors import ConfigError
+from moe_tp.experts import workspace
+from moe_tp.experts.deepep import DeepEPDispatcher
+from moe_tp.experts.dispatch import Dispatcher, Received
+from moe_tp.experts.events import record_events
+from moe_tp.experts.local import LocalDispatcher, sort_pairs
+from moe_tp.experts.two_hop import TwoHopDispatcher
+from moe_tp.parallel.collectives import record_traffic
+from moe_tp.parallel.parameter import to_local
+from moe_tp.routing import Assignment, ExpertTable, RouterConfig
+from moe_tp.testing import run_ranks
+
+ROUTER = {"balance_coef": 0.1, "top_k": 3}
+
+
+@pytest.mark.parametrize("layout", [{"ep": 4}, {"ep": 4, "etp": 2}, {"ep": 8}], ids=str)
+def test_two_hops_equal_one_process(layout: dict[str, int]) -> None:
+    """D1, D2: nodes of two ranks, unequal tokens, uneven experts."""
+    world = 8 if sum(layout.values()) > 4 else 4
+    tokens = [3, 0, 5, 2, 1, 0, 0, 4][:world]
+    want = layer_step(None, {"experts": "loop"}, tokens, 12, {}, ROUTER)
+    got = joined(run_ranks(_two_hop_step, world, layout, tokens))
+    assert worst_error(got, want) < 1e-12
+
+
+def _two_hop_step(layout: dict[str, int], tokens: list[int]) -> dict[str, torch.Tensor]:
+    mesh = mesh_of_layout(layout)
+    dispatcher = TwoHopDispatcher(mesh, ExpertTable(12, mesh.size("ep")), node_ranks=2)
+    return layer_step(layout, {}, tokens, 12, {"dispatcher": dispatcher}, ROUTER, mesh=mesh)
+
+
+def test_two_hops_cross_between_nodes_once_per_node() -> None:
+    """D11, issue 5: rows between nodes are the distinct (token, other node) pairs."""
+    for sent, want_between, want_inside in run_ranks(_two_hop_rows, 4):
+        assert sent["ep_between"] == want_between * 512 * 4
+        assert sent["ep_inside"] == want_inside * 512 * 4
+
+
+def _two_hop_rows() -> tuple[dict[str, int], int, int]:
+    mesh = mesh_of_layout({"ep": 4})
+    dispatcher = TwoHopDispatcher(mesh, ExpertTable(16, 4), node_ranks=2)
+    layer = MoE(512, 2, RouterConfig(16, 6), mesh, seed=0, dispatcher=dispatcher)
+    xs = [draw(40, 512, dtype=torch.float32, seed=r) for r in range(4)]
+    rank_ids = [layer.router(x).ids_TK // 4 for x in xs]
+    node, place = divmod(mesh.rank, 2)
+    between = int((rank_ids[mesh.rank] // 2 != node).any(1).sum())
+    # what this rank forwards inside its node: tokens of both nodes' ranks of its place
+    other = node * 2 + 1 - place
+    inside = sum(int((rank_ids[r] == other).any(1).sum()) for r in (place, 2 + place))
+    with record_traffic() as log, torch.no_grad():
+        layer(xs[mesh.rank])
+    forward: dict[str, int] = {}
+    for axis in ("ep_between", "ep_inside"):
+        sizes = [size for a, _, _, size in log.entries if a == axis]
+        forward[axis] = sizes[2]  # counts, pairs, rows, and sums on the way back
+    return forward, between, inside
+
+
+def test_nodes_must_divide_ep() -> None:
+    """F3: with what to choose."""
+    for message in run_ranks(_odd_nodes, 4):
+        assert "nodes of 3 ranks do not divide ep=4" in message
+
+
+def _odd_nodes() -> str:
+    with pytest.raises(ConfigError) as info:
+        TwoHopDispatcher(mesh_of_layout({"ep": 4}), ExpertTable(4, 4), node_ranks=3)
+    return str(info.value)
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+def test_pieces_change_nothing(dispatcher: str) -> None:
+    """D10, D1: all tokens on few experts, sent a few rows at a time and again in backward."""
+    for layout, tokens in (({"ep": 4}, [9, 0, 5, 2]), ({"ep": 2, "etp": 2}, [9, 0, 5, 2])):
+        args = (tokens, 6, {"num_shared": 1}, ROUTER)
+        want = layer_step(None, {"experts": "loop"}, *args)
+        runtime = {"dispatcher": dispatcher, "dispatch_rows": 3}
+        assert worst_error(joined(run_ranks(layer_step, 4, layout, runtime, *args)), want) < 1e-12
+
+
+class _Peak(TorchDispatchMode):
+    """Counts the bytes of storages that operators made and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, DTensor):  # its own storage is a fiction of the global size
+                tensor = tensor._local_tensor
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage._cdata, storage.nbytes()
+        if place in self.seen:
+            return
+        self.seen.add(place)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+        def freed() -> None:
+            self.now -= size
+            self.seen.discard(place)
+
+        weakref.finalize(storage, freed)
+
+
+def test_memory_stays_bounded_under_total_imbalance() -> None:
+    """D10: every token to one expert; the peak over the even case stays within the formula."""
+    results = run_ranks(_peaks, 4)
+    dim, hidden, limit, ranks, tokens = 128, 128, 64, 4, 400
+    rows = limit + ranks
+    bound = rows * dim * (3 * 4 + 3 * 4) + rows * hidden * 2 * 4
+    bound += rows * (6 * hidden + 4 * dim) * 4
+    bound += 3 * (2 * 3 * dim * hidden * 4) + 5 * tokens * dim * 4
+    assert max(bounded for _, bounded in results) < bound
+    assert max(free for free, _ in results) > 3 * bound
+
+
+def _peaks() -> list[int]:
+    peaks = []
+    for limit in (None, 64):
+        mesh = mesh_of_layout({"ep": 4}, dispatch_rows=limit)
+        layer = MoE(128, 128, RouterConfig(8, 1, normalize=False), mesh, seed=0)
+        with torch.no_grad():
+            to_local(layer.router.weight).zero_()[3] = 1.0
+        x = draw(400, 128, dtype=torch.float32).abs().requires_grad_()
+        smallest, workspace.SMALLEST = workspace.SMALLEST, 1 << 40
+        try:
+            with _Peak() as peak:
+                layer(x)[0].sum().backward()
+        finally:
+            workspace.SMALLEST = smallest
+        peaks.append(peak.most)
+    return peaks
+
+
+def test_fp8_rows_stay_within_their_error() -> None:
+    """Issue 5: 8 bits an element and a scale a row; output error measured, bytes counted."""
+    exact = run_ranks(_fp8, 2, None)
+    short = run_ranks(_fp8, 2, torch.float8_e4m3fn)
+    for (y, row_bytes, dx), (z, short_bytes, dz) in zip(exact, short, strict=True):
+        assert short_bytes * 4 * 64 == row_bytes * (64 + 4)
+        for a, b in ((y, z), (dx, dz)):
+            error = ((a - b).norm() / a.norm()).item()
+            assert 1e-4 < error < 0.05
+
+
+def _fp8(wire: torch.dtype | None) -> tuple[torch.Tensor, int, torch.Tensor]:
+    mesh = mesh_of_layout({"ep": 2}, wire_dtype=wire)
+    layer = MoE(64, 32, RouterConfig(4, 2), mesh, seed=0)
+    x = draw(50, 64, dtype=torch.float32, seed=mesh.rank).requires_grad_()
+    with record_traffic() as log:
+        y, _ = layer(x)
+        y.square().sum().backward()
+    sizes = [s for axis, _, phase, s in log.entries if (axis, phase) == ("ep", "forward")]
+    return y.detach(), sizes[2], x.grad
+
+
+def test_shared_expert_runs_while_rows_are_in_flight() -> None:
+    """Issue 5: between issue and wait, forward and backward; not with overlap off; same bits."""
+    on, off = run_ranks(_overlap, 2, True), run_ranks(_overlap, 2, False)
+    for (events, values), (plain, others) in zip(on, off, strict=True):
+        at = events.index("shared expert")
+        assert events[at - 1 : at + 2] == ["issue dispatch", "shared expert", "wait dispatch"]
+        at = events.index("shared backward")
+        assert events[at - 1] == "issue dispatch backward"
+        assert events[at + 1] == "wait dispatch backward"
+        for first, last in (("issue dispatch", "wait dispatch"),
+                            ("issue dispatch backward", "wait dispatch backward")):  # fmt: skip
+            assert plain.index(last) == plain.index(first) + 1
+        assert all(torch.equal(a, b) for a, b in zip(values, others, strict=True))
+
+
+def _overlap(on: bool) -> tuple[list[str], list[torch.Tensor]]:
+    mesh = mesh_of_layout({"ep": 2}, overlap=on)
+    layer = MoE(8, 8, RouterConfig(4, 2), mesh, num_shared=1, seed=0)
+    x = draw(5, 8, dtype=torch.float32, seed=mesh.rank).requires_grad_()
+    with record_events() as events:
+        layer.shared.register_full_backward_pre_hook(
+            lambda module, grad: events.append("shared backward")
+        )
+        y, _ = layer(x)
+        y.square().sum().backward()
+    settle_gradients(layer)
+    return events, [y.detach(), x.grad, *(to_local(p.grad) for p in layer.parameters())]
+
+
+class FakeBuffer:
+    """The calls of DeepEP's `Buffer` that the adapter makes, over gloo."""
+
+    num_local = 0
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.ranks = group, dist.get_world_size(group)
+
+    def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int) -> tuple[Any, ...]:
+        per = num_experts // self.ranks
+        dest = torch.where(topk_idx >= 0, topk_idx // per, -1)
+        in_rank = torch.stack([(dest == p).any(1) for p in range(self.ranks)], 1)
+        flat = topk_idx.flatten()
+        per_expert = torch.bincount(flat[flat >= 0], minlength=num_experts)
+        return in_rank.sum(0), None, per_expert, in_rank, None
+
+    def _move(self, rows: torch.Tensor, send: list[int], recv: list[int]) -> torch.Tensor:
+        out = rows.new_empty(sum(recv), *rows.shape[1:])
+        dist.all_to_all_single(out, rows.contiguous(), recv, send, group=self.group)
+        return out
+
+    def dispatch(self, x: torch.Tensor, handle: Any = None, topk_idx: Any = None,
+                 topk_weights: Any = None, num_tokens_per_rank: Any = None,
+                 is_token_in_rank: Any = None, **_: Any) -> tuple[Any, ...]:  # fmt: skip
+        if handle is not None:
+            token, send, recv, _, _ = handle
+            return self._move(x[token], send, recv), None, None, None, None, None
+        token = is_token_in_rank.t().nonzero()[:, 1]
+        send = num_tokens_per_rank.tolist()
+        counts = torch.empty(self.ranks, dtype=torch.int64)
+        dist.all_to_all_single(counts, num_tokens_per_rank.contiguous(), group=self.group)
+        recv = counts.tolist()
+        rows, ids, weights = (self._move(t[token], send, recv) for t in (x, topk_idx, topk_weights))
+        rank, per = dist.get_rank(self.group), self.num_local
+        ids = torch.where(ids // per == rank, ids - rank * per, -1)
+        weights = torch.where(ids >= 0, weights, 0.0)
+        handle = (token, send, recv, x.shape[0], topk_idx.shape[1])
+        return rows, ids, weights, None, handle, None
+
+    def combine(self, x: torch.Tensor, handle: Any, topk_weights: Any = None) -> tuple[Any, ...]:
+        assert x.dtype == torch.bfloat16
+        token, send, recv, num, choices = handle
+        back = self._move(x, recv, send).float()
+        out = torch.zeros(num, x.shape[1]).index_add_(0, token, back).bfloat16()
+        weights = None
+        if topk_weights is not None:
+            back = self._move(topk_weights, recv, send)
+            weights = torch.zeros(num, choices).index_add_(0, token, back)
+        return out, weights, None
+
+
+def test_deepep_contract() -> None:
+    """D1: the adapter over a fake of the package's interface equals the all-to-all in bf16."""
+    want = run_ranks(_deepep, 2, False)
+    for got, ref in zip(run_ranks(_deepep, 2, True), want, strict=True):
+        for a, b in zip(got, ref, strict=True):
+            assert ((a - b).float().norm() / b.float().norm()).item() < 1e-2
+
+
+def _deepep(fake: bool) -> list[torch.Tensor]:
+    mesh = mesh_of_layout({"ep": 2}, wire_dtype=torch.bfloat16)
+    table = ExpertTable(5, 2)
+    FakeBuffer.num_local = table.slots_per_rank
+    dispatcher = DeepEPDispatcher(mesh, table, FakeBuffer) if fake else None
+    layer = MoE(
+        16, 8, RouterConfig(5, 2), mesh, dtype=torch.bfloat16, seed=0, dispatcher=dispatcher
+    )
+    x = draw(7 - mesh.rank, 16, dtype=torch.float32, seed=mesh.rank).bfloat16().requires_grad_()
+    y, _ = layer(x)
+    y.square().sum().backward()
+    settle_gradients(layer)
+    return [y.detach(), x.grad, *(to_local(p.grad) for p in layer.parameters())]
+
+
+def test_deepep_is_asked_for_only_when_wanted() -> None:
+    """F3: not installed, one rank, or etp: one sentence each."""
+    with pytest.raises(ConfigError, match="choose 'local'"):
+        DeepEPDispatcher(Mesh.single(), ExpertTable(4))
+    for messages in run_ranks(_no_deepep, 2):
+        assert "needs the package deep_ep" in messages[0]
+        assert "cannot split experts over etp=2" in messages[1]
+
+
+def _no_deepep() -> list[str]:
+    messages = []
+    for layout in ({"ep": 2}, {"etp": 2}):
+        mesh = mesh_of_layout(layout, dispatcher="deepep")
+        with pytest.raises(ConfigError) as info:
+            MoE(8, 8, RouterConfig(4, 2), mesh)
+        messages.append(str(info.value))
+    return messages
+
+
+class ReverseDispatcher:
+    """A user's own: local, with the rows in reverse order."""
+
+    def __init__(self, mesh: Mesh, table: ExpertTable) -> None:
+        self.table = table
+
+    def dispatch(self, x_TD: torch.Tensor, assignment: Assignment) -> Received:
+        return Received(
+            rows_RD=x_TD.flip(0),
+            **sort_pairs(
+                assignment.ids_TK.flip(0), self.table.slots_per_rank, assignment.weights_TK.flip(0)
+            ),
+        )
+
+    def combine(
+        self, partial_RD: torch.Tensor, received: Received, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return partial_RD.flip(0)
+
+
+def test_a_users_own_dispatcher() -> None:
+    """Issue 5: the contract is public; whatever keeps it plugs in."""
+    mesh = Mesh.single()
+    table = ExpertTable(5)
+    x = draw(9, 8, dtype=torch.float32)
+    results = []
+    for dispatcher in (ReverseDispatcher(mesh, table), LocalDispatcher(mesh, table)):
+        typed: Dispatcher = dispatcher
+        layer = MoE(8, 8, RouterConfig(5, 2), mesh, seed=0, dispatcher=typed)
+        results.append(layer(x)[0])
+    assert torch.allclose(results[0], results[1], atol=1e-7)
+
+
+def test_every_dispatcher_runs_on_one_process() -> None:
+    """Size 1 is a value: the all-to-all dispatcher runs in one process and equals the local one."""
+    args = ([7], 5, {}, ROUTER)
+    want = layer_step(None, {"dispatcher": "local"}, *args)
+    for name in ("all_to_all", "all_gather", "two_hop"):
+        got = layer_step(None, {"dispatcher": name}, *args)
+        assert worst_error(got, want) < 1e-13
