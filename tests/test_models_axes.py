@@ -1,0 +1,234 @@
+"""Pipeline, context, ZeRO and recompute against one process, in fp64 on whole models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from model_cases import BASE, CASES
+
+from moe_tp import Mesh, ParallelLayout, Runtime, clip_grad_norm, forward_backward, settle_gradients
+from moe_tp.checkpoint import gather_named
+from moe_tp.errors import ConfigError
+from moe_tp.models import ModelConfig, build
+from moe_tp.parallel.collectives import raw_all_gather, record_traffic
+from moe_tp.parallel.gradients import parameter_groups
+from moe_tp.parallel.pipeline.stages import deal_layers, given_layers, holder_of, stages_of
+from moe_tp.testing import run_ranks
+
+STEPS = 2
+LENGTH = 9  # odd, and no multiple of what cp and tp want
+
+Case = tuple[dict[str, Any], dict[str, Any]]
+LAYOUTS: dict[int, list[Case]] = {
+    2: [
+        ({"pp": 2}, {"pp_schedule": "gpipe"}),
+        ({"pp": 2}, {"pp_schedule": "zbv", "recompute": "full"}),
+        ({"cp": 2}, {"cp_kind": "ring"}),
+        ({"cp": 2, "ep": 2}, {"cp_kind": "ulysses", "recompute": "selective"}),
+        ({"zero": 3, "ep": 2}, {"recompute": "selective"}),
+        ({"zero": 2}, {}),
+    ],
+    4: [
+        ({"pp": 2, "tp": 2, "etp": 2}, {"pp_schedule": "1f1b"}),
+        ({"pp": 2, "ep": 2, "zero": 1}, {"pp_schedule": "interleaved_1f1b", "virtual_stages": 2}),
+        ({"pp": 4}, {"pp_schedule": "1f1b"}),
+        ({"cp": 2, "tp": 2, "ep": 2, "etp": 2}, {"cp_kind": "ring"}),
+        ({"cp": 2, "pp": 2, "zero": 1}, {"cp_kind": "ulysses"}),
+        ({"cp": 2, "zero": 3, "ep": 4}, {"recompute": "full"}),
+        ({"tp": 2, "zero": 2, "ep": 2, "etp": 2}, {}),
+    ],
+}
+
+
+def config(name: str, layers: int = 4, **changes: Any) -> ModelConfig:
+    return ModelConfig.from_hub({**BASE, **CASES[name], "num_hidden_layers": layers, **changes})
+
+
+def micro_batches(dp: int, rank: int) -> list[dict[str, torch.Tensor]]:
+    """Four packed and masked micro-batches; rank r of dp takes every dp-th row of each."""
+    g = torch.Generator().manual_seed(4)
+    positions = torch.cat([torch.arange(4), torch.arange(LENGTH - 4)]).expand(2, LENGTH)
+    result = []
+    for m in range(4):
+        ids = torch.randint(0, BASE["vocab_size"], (2, LENGTH), generator=g)
+        mask = torch.ones_like(ids)
+        mask[1, LENGTH - m :] = 0
+        sample = {
+            "input_ids": ids,
+            "labels": ids,
+            "attention_mask": mask,
+            "position_ids": positions,
+        }
+        part: dict[str, Any] = {k: v[rank::dp] for k, v in sample.items()}
+        part["sample_offset"] = 2 * m + rank
+        result.append(part)
+    return result
+
+
+def train(
+    name: str, layout: dict[str, Any], runtime: dict[str, Any], changes: dict[str, Any]
+) -> dict[str, Any]:
+    """Two SGD steps: losses, first gradients, weights after, and logits of the first batch."""
+    mesh = Mesh(ParallelLayout(**layout), Runtime(**runtime))
+    model = build(config(name, **changes), mesh, seed=3, dtype=torch.float64)
+    optimiser = torch.optim.SGD(parameter_groups(model), lr=0.1, momentum=0.9)
+    batches = micro_batches(mesh.size("dp"), mesh.coordinate("dp"))
+    out: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(STEPS):
+        result = forward_backward(model, batches, step=step)
+        settle_gradients(model)
+        if step == 0:
+            out["grads"] = gather_named(model, "grad")
+        out["losses"] += [result.loss.item(), result.aux.loss.item()]
+        out["norms"].append(clip_grad_norm(model, 1.0))
+        optimiser.step()
+        optimiser.zero_grad()
+    evaluated = forward_backward(model, batches, backward=False)
+    out["losses"] += [evaluated.loss.item(), evaluated.aux.loss.item()]
+    out["counts"] = result.aux.counts_LE
+    call = {k: v for k, v in batches[0].items() if k in ("input_ids", "position_ids")}
+    with torch.no_grad():
+        logits = model(**call).logits
+    # Rank r of dp had every dp-th row.
+    rows = raw_all_gather(logits[None], mesh.group("dp"))
+    out["logits"] = rows.transpose(0, 1).flatten(0, 1)
+    out["weights"] = gather_named(model, "param")
+    return out
+
+
+def relative(got: torch.Tensor, want: torch.Tensor, floor: float) -> float:
+    return float((got - want).norm() / max(want.norm().item(), floor))
+
+
+def compare(name: str, world: int, cases: list[Case], **changes: Any) -> None:
+    reference = run_ranks(train, 1, name, {}, {}, changes)[0]
+    for layout, runtime in cases:
+        for result in run_ranks(train, world, name, layout, runtime, changes, timeout=120):
+            where = f"{name} {layout} {runtime}"
+            assert result["losses"] == pytest.approx(reference["losses"], rel=1e-9), where
+            assert result["norms"] == pytest.approx(reference["norms"], rel=1e-9), where
+            assert torch.equal(result["counts"], reference["counts"]), where
+            assert relative(result["logits"], reference["logits"], 1e-9) < 1e-9, where
+            for kind in ("grads", "weights"):
+                assert result[kind].keys() == reference[kind].keys(), where
+                for key, want in reference[kind].items():
+                    assert relative(result[kind][key], want, 1e-6) < 1e-9, f"{where} {kind} {key}"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_mixtral_equals_one_process(world: int) -> None:
+    """G1, G3, G5, L1, L2, L3, N1, N3, D2, D4, C54: losses, gradients, norms, weights, logits."""
+    compare("mixtral", world, LAYOUTS[world])
+
+
+def test_tied_windowed_model_with_dropout() -> None:
+    """N2, N3, C33: a tied head on two stages, a window under cp, masks replayed in recompute."""
+    compare(
+        "mixtral-window-tied",
+        2,
+        [
+            ({"pp": 2}, {"pp_schedule": "1f1b", "recompute": "full"}),
+            ({"cp": 2}, {"cp_kind": "ring", "recompute": "full"}),
+            ({"cp": 2, "zero": 3}, {"recompute": "selective"}),
+        ],
+        residual_dropout=0.1,
+    )
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+def test_families_under_pipeline_context_and_zero(name: str) -> None:
+    """G1: latent attention, sinks, windows, dense first layers and shared experts."""
+    compare(
+        name,
+        2,
+        [
+            ({"pp": 2}, {}),
+            ({"cp": 2}, {"cp_kind": "ring"}),
+            ({"cp": 2}, {"cp_kind": "ulysses"}),
+            ({"zero": 3}, {}),
+        ],
+        layers=2,
+    )
+
+
+def empty_ranks(layout: dict[str, Any], runtime: dict[str, Any]) -> tuple[float, float]:
+    mesh = Mesh(ParallelLayout(**layout), Runtime(**runtime))
+    model = build(config("mixtral"), mesh, seed=3, dtype=torch.float64)
+    batches = micro_batches(1, 0)
+    if mesh.size("dp") > 1:
+        batches = {0: batches[:3], 1: batches[3:]}.get(mesh.coordinate("dp"), [])
+    result = forward_backward(model, batches)
+    settle_gradients(model)
+    return result.loss.item(), clip_grad_norm(model, 1e9)
+
+
+def test_ranks_with_fewer_micro_batches() -> None:
+    """D2, L1, C19, C52: a dp rank with one micro-batch beside one with three."""
+    cases: list[Case] = [({"pp": 2}, {}), ({"zero": 3}, {}), ({"cp": 2, "zero": 1}, {})]
+    losses = {run_ranks(empty_ranks, 1, {}, {})[0][0]}
+    for layout, runtime in cases:
+        losses |= {round(r[0], 9) for r in run_ranks(empty_ranks, 4, layout, runtime)}
+    assert max(losses) - min(losses) < 1e-8
+
+
+def traffic(zero: int) -> dict[str, int]:
+    mesh = Mesh(ParallelLayout(zero=zero))
+    model = build(config("mixtral", layers=1), mesh, seed=3)
+    with record_traffic() as log:
+        forward_backward(model, micro_batches(2, mesh.coordinate("dp")))
+        before, whole = log.total(axis="dp_cp") + log.total(axis="edp"), log.total()
+        settle_gradients(model)
+    return {"before": before, "after": log.total() - whole}
+
+
+def test_no_gradient_travels_before_the_last_micro_batch() -> None:
+    """G2, D11: at zero 0 the replicas exchange gradients once a step, in `settle_gradients`."""
+    result = run_ranks(traffic, 2, 0)[0]
+    model = build(config("mixtral", layers=1), Mesh.single(), seed=3)
+    size = sum(p.numel() for p in model.parameters()) * 4
+    assert result["before"] == 0
+    assert result["after"] == size  # 2 x size x (n - 1) / n with n = 2
+
+
+def refused(layout: dict[str, Any], runtime: dict[str, Any]) -> str:
+    try:
+        mesh = Mesh(ParallelLayout(**layout), Runtime(**runtime))
+        build(config("mixtral"), mesh)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_combinations_that_do_not_work_say_so() -> None:
+    """F3: each sentence names the setting and the way out."""
+    for layout, runtime, words in [
+        ({"pp": 2, "zero": 3}, {}, ("zero=3", "zero=1")),
+        ({"pp": 2, "zero": 2}, {}, ("zero=2", "pp=1")),
+        ({"pp": 2}, {"virtual_stages": 4, "pp_schedule": "interleaved_1f1b"}, ("8", "4 layers")),
+        ({"pp": 2}, {"virtual_stages": 2}, ("virtual_stages=2", "interleaved")),
+        ({"pp": 2}, {"pp_schedule": "interleaved_1f1b"}, ("at least 2", "1f1b")),
+        ({"pp": 2}, {"pp_schedule": "zbv", "recompute": "selective"}, ("zbv", "full")),
+        ({"pp": 2}, {"stage_layers": (1, 1)}, ("stage_layers", "4 layers")),
+        ({"cp": 2, "tp": 1}, {"cp_kind": "ulysses"}, ()),
+    ]:
+        for sentence in run_ranks(refused, 2, layout, runtime):
+            assert bool(sentence) == bool(words)
+            for word in words:
+                assert word in sentence
+
+
+def test_layers_are_dealt_by_cost() -> None:
+    """Stages of equal cost where the layers allow it; every layer once; ends weighed."""
+    runs = deal_layers([1.0] * 6, 3, last=2.0)
+    assert [len(run) for run in runs] in ([3, 2, 1], [2, 3, 1])
+    assert [layer for run in runs for layer in run] == list(range(6))
+    assert [len(r) for r in deal_layers([5.0, 1.0, 1.0, 1.0], 2)] == [1, 3]
+    assert given_layers([1, 3], 4, 2) == [range(1), range(1, 4)]
+    for schedule, virtual in (("1f1b", 1), ("interleaved_1f1b", 3), ("zbv", 2)):
+        layout = ParallelLayout(dp=1, pp=4)
+        runtime = Runtime(pp_schedule=schedule, virtual_stages=virtual)  # type: ignore[arg-type]
+        held = {s: r for r in range(4) for s in stages_of(layout, runtime, r)}
+        assert held == {s: holder_of(layout, runtime, s) for s in held}
+        assert sorted(held) == list(range(4 * virtual))
