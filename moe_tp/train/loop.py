@@ -82,6 +82,7 @@ class Run:
             config.model, mesh, dtype=mesh.runtime.master_dtype or torch.float32
         )
         self.model.seed = config.seed
+        self._own_dropout = self.model.config.residual_dropout
         if config.train.residual_dropout is not None:
             set_residual_dropout(self.model, config.train.residual_dropout)
         self.rows = self._load(config.data.train)
@@ -194,6 +195,7 @@ class Run:
         Collectives: those of `save_pretrained` and of one forward pass.
         """
         final, train = self.output / FINAL, self.config.train
+        set_residual_dropout(self.model, self._own_dropout)  # a setting of the run, not the model
         save_pretrained(
             self.model, final, dtype=train.save_dtype, max_shard_size=train.max_shard_size
         )
@@ -289,7 +291,7 @@ def set_residual_dropout(model: Decoder, p: float) -> None:
     """Set the probability of dropping an element before it joins the residual, in every block.
 
     Args:
-        model: the model; what it exports stays as it was.
+        model: the model.
         p: in [0, 1).
     """
     changed = dataclasses.replace(model.config, residual_dropout=p)
