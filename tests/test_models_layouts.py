@@ -162,3 +162,30 @@ def test_families(case: str, layout: Layout, root: str) -> None:
     folder = folder_of(case, root)
     results = run_ranks(run_layout, world_of(layout), folder, layout)
     compare(results, one_process(folder), layout.get("dp", 1))
+
+
+def run_odd_heads(layout: Layout, changes: dict[str, Any]) -> dict[str, Any]:
+    mesh = Mesh(ParallelLayout(**layout)) if layout else Mesh.single()
+    model = build(
+        ModelConfig.from_hub(hub_config("mixtral", **changes)), mesh, seed=8, dtype=torch.float64
+    )
+    perturb_by_layout(model)
+    return measure(model, batch_of(list(range(6))))
+
+
+def perturb_by_layout(model: Decoder) -> None:
+    """Spread the first values, so that attention is far from uniform in every layout."""
+    with torch.no_grad():
+        for entry in named_specs(model):
+            if entry.spec.role == "weight":
+                to_local(entry.param).mul_(3.0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp"), [(12, 3, 4), (12, 6, 4), (4, 1, 2), (6, 2, 2), (8, 4, 4)]
+)
+def test_head_counts(heads: int, kv_heads: int, tp: int) -> None:
+    """D9, G3: KV heads that divide over tp, are fewer, or straddle the ranks' queries."""
+    changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 4}
+    expected = run_odd_heads({}, changes)
+    compare(run_ranks(run_odd_heads, tp, {"tp": tp}, changes), expected, 1)
