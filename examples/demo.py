@@ -94,6 +94,7 @@ def main() -> int:
     """Return 0 if the model learned and its export is right, else 1."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder to write anew")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
     parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="replace demo.yaml's")
     options = parser.parse_args()
     out: Path = options.out
@@ -109,7 +110,7 @@ def main() -> int:
         f"data.train={out / 'text' / 'train'}",
         f"data.eval={out / 'text' / 'held-out'}",
         *options.settings,
-        *("--nproc", str(RANKS), "--device", "cpu", "--json", str(out / "result.json")),
+        *("--nproc", str(RANKS), "--device", options.device, "--json", str(out / "result.json")),
     )
     problems = check(out)
     print(f"{time.monotonic() - began:.0f} s in all")

@@ -85,7 +85,7 @@ def test_json_csv_and_parquet_hold_the_same(folder: Path) -> None:
         "json": documents(folder, "a.json", json.dumps(records)),
         "csv": documents(folder, "a.csv", 'prompt,completion\n2+2=,4\n"a, b\nc","""d"""\n'),
     }
-    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.Table.from_pylist(records), folder.parent / "a.parquet")

@@ -19,11 +19,13 @@ from moe_tp.parallel.parameter import to_local
 from moe_tp.testing import run_ranks
 from moe_tp.train.baseline import unigram_loss
 from moe_tp.train.config import FinetuneConfig
+from moe_tp.train.data import read_documents
 from moe_tp.train.documents import Document
 from moe_tp.train.loop import Run, finetune, set_residual_dropout
 from moe_tp.train.probe import check_probe
 from moe_tp.train.rows import make_rows
 from moe_tp.train.settings import from_mapping
+from moe_tp.train.step import count_targets
 
 HUB: dict[str, Any] = {
     "model_type": "mixtral",
@@ -132,6 +134,21 @@ def test_four_ranks_have_the_curve_of_one_process(
     assert all(other[0]["eval_loss"] == result["eval_loss"] for other in others)
 
 
+def held_out_loss(folder: Path, model_folder: Path) -> float:
+    """Of each held-out row by itself, added up by hand."""
+    model = from_pretrained(model_folder, Mesh.single()).eval()
+    config = from_mapping(FinetuneConfig, settings(folder, "none"), "test").data
+    rows = make_rows(read_documents(config, config.eval, str(folder), 61), config.seq_len)
+    total = targets = 0.0
+    for n in range(len(rows)):
+        batch = rows.batch([n])
+        count = count_targets([batch], model.mesh)
+        with torch.no_grad():
+            total += float(model(**batch).loss) * count
+        targets += count
+    return total / targets
+
+
 def test_the_run_learns_and_writes_its_folder(
     folder: Path, one: tuple[dict[str, Any], dict[str, list[float]]]
 ) -> None:
@@ -145,6 +162,7 @@ def test_the_run_learns_and_writes_its_folder(
     for name in ("tokens_per_second", "max_load_ratio", "eval_perplexity"):
         assert line[name] > 0
     assert math.isclose(line["eval_perplexity"], math.exp(line["eval_loss"]))
+    assert math.isclose(held_out_loss(folder, output / "final"), line["eval_loss"], rel_tol=1e-5)
     load = [json.loads(line) for line in (output / "load.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in load] == [1, 2, 4, 6]
     assert load[0]["layers"] == [0, 1]

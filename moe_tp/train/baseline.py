@@ -36,5 +36,7 @@ def target_ids(rows: Rows) -> npt.NDArray[np.int64]:
     inside = np.zeros(len(rows.labels) + 2, np.int32)
     np.add.at(inside, rows.pieces[:, 0] + 1, 1)
     np.add.at(inside, rows.pieces[:, 1], -1)
-    labels = np.asarray(rows.labels, np.int64)
-    return labels[(np.cumsum(inside)[: len(labels)] > 0) & (labels != IGNORE)]
+    labels: npt.NDArray[np.int64] = np.asarray(rows.labels, np.int64)
+    learned = (np.cumsum(inside)[: len(labels)] > 0) & (labels != IGNORE)
+    targets: npt.NDArray[np.int64] = labels[learned]
+    return targets

@@ -121,7 +121,7 @@ def _parquet(path: Path) -> Iterator[Record]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise DataError(f"{path} needs the package pyarrow; install it") from error
+        raise DataError(f"{path} needs pyarrow; pip install 'moe-tp[parquet]'") from error
     number = 0
     try:
         for batch in ParquetFile(path).iter_batches():

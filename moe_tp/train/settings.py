@@ -207,12 +207,12 @@ class _Loader(yaml.SafeLoader):
 def _unique_keys(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     result: dict[Any, Any] = {}
     for key_node, value_node in node.value:
-        key = loader.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+        key = loader.construct_object(key_node, deep=True)
         if key in result:
             raise yaml.MarkedYAMLError(
                 problem=f"key {key!r} stands there twice", problem_mark=key_node.start_mark
             )
-        result[key] = loader.construct_object(value_node, deep=True)  # type: ignore[no-untyped-call]
+        result[key] = loader.construct_object(value_node, deep=True)
     return result
 
 
