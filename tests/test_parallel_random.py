@@ -54,6 +54,31 @@ def test_bits_are_even_and_avalanche() -> None:
     assert hash_bits(0, torch.tensor([1])).item() == 0xE220A8397B1DCDAF - (1 << 64)
 
 
+def splitmix(key: int, counter: int) -> int:
+    """Return the mixed bits in Python's own integers."""
+    whole = (1 << 64) - 1
+    z = (counter * 0x9E3779B97F4A7C15 + key) & whole
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & whole
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & whole
+    z ^= z >> 31
+    return z - (1 << 64) if z >> 63 else z
+
+
+def test_bits_are_those_of_whole_numbers() -> None:
+    """N1: wrapping arithmetic of any shape and stride has the bits of exact integers."""
+    counters = torch.tensor([[0, 1, -1], [2**40 + 3, 2**62, -(2**63)]])
+    keys = torch.tensor([[7], [key_of("b")]])
+    for shape in (counters, counters.t(), counters[:, ::2], counters[:, :0]):
+        got = hash_bits(key_of("a"), shape)
+        want = [[splitmix(key_of("a"), c) for c in row] for row in shape.tolist()]
+        assert got.tolist() == want
+    per_row = hash_bits(keys, torch.arange(3)[None, :])
+    assert per_row.tolist() == [[splitmix(int(k), c) for c in range(3)] for k in keys]
+    before = counters.clone()
+    hash_bits(3, counters)
+    assert torch.equal(counters, before)
+
+
 def test_normals_have_their_moments() -> None:
     """N1: mean 0, variance 1, symmetric, bounded; twelve uniforms have excess kurtosis -0.1."""
     x = hash_normal(key_of(1, "w"), torch.arange(200_000))
