@@ -59,9 +59,9 @@ imports: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python tests/run_mutants.py $(ARGS)
 
-# One-process parity with transformers and peft: the tests that import them.
+# Every layout against one process, resumable; writes docs/parity.md. ARGS="--set full" for all axes.
 parity: $(STAMP)
-	$(BIN)/python -m pytest -q -m parity
+	$(BIN)/python tests/parity.py $(ARGS)
 
 # For a machine with 2-8 GPUs: prints one table to send back. NPROC=4 limits the GPUs.
 gpu-check: $(STAMP)

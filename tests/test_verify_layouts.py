@@ -36,6 +36,33 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(write_folder(root / name, config)) for name, config in MODELS.items()}
 
 
+# (axes, zero, recompute): pipeline, context, ZeRO and recompute with each other and with the rest.
+COMBINED: dict[int, tuple[tuple[dict[str, int], int, str], ...]] = {
+    2: (
+        ({}, 1, "selective"),
+        ({"ep": 2}, 2, "none"),
+        ({"tp": 2}, 3, "full"),
+        ({"cp": 2, "etp": 2}, 0, "none"),
+        ({"cp": 2, "ep": 2}, 3, "selective"),
+        ({"pp": 2}, 0, "none"),
+        ({"pp": 2}, 1, "full"),
+    ),
+    4: (
+        ({"ep": 2}, 3, "none"),
+        ({"tp": 2, "ep": 4}, 3, "selective"),
+        ({"cp": 2, "tp": 2, "ep": 2, "etp": 2}, 0, "full"),
+        ({"cp": 2, "ep": 4}, 2, "none"),
+        ({"pp": 2, "tp": 2, "ep": 2}, 0, "selective"),
+        ({"pp": 2, "cp": 2, "etp": 2}, 0, "none"),
+        ({"pp": 2, "ep": 2}, 1, "none"),
+    ),
+    8: (
+        ({"pp": 2, "cp": 2, "tp": 2, "ep": 4}, 0, "full"),
+        ({"cp": 2, "tp": 2, "ep": 4}, 3, "none"),
+    ),
+}
+
+
 def _check(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         assert row.get("passed"), row
@@ -51,13 +78,23 @@ def test_layouts(world: int, folders: dict[str, str]) -> None:
     _check(run_ranks(run_cases, world, folders, todo, 5, timeout=240.0)[0])
 
 
+@pytest.mark.parametrize("world", COMBINED)
+def test_all_axes(world: int, folders: dict[str, str]) -> None:
+    """G1, G3, G5, L1, L2, N3: pp, cp, ZeRO and recompute combined, with a shared expert."""
+    todo = [
+        Case("qwen2-16", L(**axes, zero=zero).resolve(world), recompute)
+        for axes, zero, recompute in COMBINED[world]
+    ]
+    _check(run_ranks(run_cases, world, folders, todo, 3, timeout=240.0)[0])
+
+
 def test_other_optimiser_and_dtypes(folders: dict[str, str]) -> None:
     """G5: SGD with momentum in fp32, AdamW in fp64 within 1e-9; bf16 within its tolerances."""
     layout = L(tp=2, ep=2, etp=2).resolve(4)
     todo = [
         Case("mixtral-6", layout, optimizer="sgd"),
         Case("mixtral-6", layout, dtype="float64"),
-        Case("mixtral-8", layout, dtype="bfloat16"),
+        Case("mixtral-8", replace(layout, zero=3), dtype="bfloat16"),
     ]
     rows = run_ranks(run_cases, 4, folders, todo, 3, timeout=120.0)[0]
     _check(rows[:2])
