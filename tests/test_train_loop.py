@@ -159,7 +159,7 @@ def test_the_run_learns_and_writes_its_folder(
     assert curve["loss"][-1] < curve["loss"][0]
     assert result["eval_loss"] == curve["eval_loss"][-1]
     line = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
-    for name in ("tokens_per_second", "max_load_ratio", "eval_perplexity"):
+    for name in ("tokens_per_second", "max_load_ratio", "eval_perplexity", "memory_gib"):
         assert line[name] > 0
     assert math.isclose(line["eval_perplexity"], math.exp(line["eval_loss"]))
     assert math.isclose(held_out_loss(folder, output / "final"), line["eval_loss"], rel_tol=1e-5)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import resource
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -266,8 +268,7 @@ class Run:
             **load_summary(self._moe_counts(out)),
             "skipped_steps": self.bad_steps,
         }
-        if self.mesh.device.type == "cuda":
-            line["memory_gib"] = torch.cuda.max_memory_allocated(self.mesh.device) / 2**30
+        line["memory_gib"] = round(peak_memory(self.mesh.device) / 2**30, 4)
         return line
 
     def _moe_counts(self, out: StepOutput) -> torch.Tensor:
@@ -285,6 +286,15 @@ class Run:
             f"run stops at step {self.step} (train.max_bad_steps="
             f"{self.config.train.max_bad_steps}); lower train.lr or look at the data"
         )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this rank has held: on its GPU, or without one of host memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def set_residual_dropout(model: Decoder, p: float) -> None:
