@@ -4,13 +4,12 @@ Letters: B batch · S sequence · N tokens of a (cp, tp) group · T owned tokens
 vocabulary · L layers · E experts.
 
 A call walks through four steps, each a method, so that a pipeline stage can take some of them:
-`open` (ids to tokens), `embed_tokens`, `run_layers`, and `loss_sum` or `logits`.
+`open` (ids to tokens), `embed_tokens`, `run_layers`, and `loss` or `logits`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,117 +21,21 @@ from moe_tp.experts.moe import MoEAux
 from moe_tp.models.blocks import Block, Call
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.families import rules_for
+from moe_tp.models.head import Aux, Head, Output
 from moe_tp.models.stages import DecoderStage, make_stages, pipeline_logits
-from moe_tp.models.tokens import (
-    IGNORE,
-    batch_problem,
-    next_token_targets,
-    owned_tokens,
-    prepare,
-)
-from moe_tp.parallel.collectives import accumulate_dtype, all_reduce, raw_all_reduce
+from moe_tp.models.tokens import batch_problem, count_agreed, owned_tokens, prepare
+from moe_tp.parallel.collectives import accumulate_dtype, all_reduce
 from moe_tp.parallel.context.sequence import order
 from moe_tp.parallel.context.ulysses import check_heads
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import Init, ParallelModule, ParamSpec
+from moe_tp.parallel.parameter import Init
 from moe_tp.parallel.recompute import run_block
 from moe_tp.parallel.sequence import RMSNorm
 from moe_tp.parallel.vocab import (
     VocabParallelEmbedding,
     gather_shards,
-    vocab_cross_entropy,
-    vocab_logits,
 )
 from moe_tp.parallel.zero import reshard
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Aux:
-    """What the routers of a call have to say.
-
-    Args:
-        loss: sum over layers of the weighted balance and z losses, its global value on every rank.
-        counts_LE: tokens of each layer and expert over all ranks; zeros in dense layers.
-    """
-
-    loss: torch.Tensor
-    counts_LE: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """What a call returns.
-
-    Args:
-        loss: cross entropy, its global value on every rank; None without labels.
-        aux: balance losses and load.
-        logits: `[B, S, V]` on every rank of the group that shares the batch, where asked for.
-    """
-
-    loss: torch.Tensor | None
-    aux: Aux
-    logits: torch.Tensor | None = None
-
-
-class Head(ParallelModule):
-    """The output projection, its rows split over tp; with tied embeddings their very parameter.
-
-    Args:
-        vocab_size: number of tokens.
-        dim: width.
-        mesh: the mesh.
-        dtype: parameter dtype.
-        init: first values.
-        tied: the embedding whose weight it shares.
-    """
-
-    def __init__(
-        self,
-        vocab_size: int,
-        dim: int,
-        mesh: Mesh,
-        *,
-        dtype: torch.dtype,
-        init: Init,
-        tied: VocabParallelEmbedding | None = None,
-    ) -> None:
-        super().__init__(mesh)
-        if tied is None:
-            spec = ParamSpec(
-                shape=(vocab_size, dim), shards={"tp": 0}, pad=True, init=init, role="weight"
-            )
-            self.add_parameter("weight", spec, dtype)
-        else:
-            self.specs["weight"] = tied.specs["weight"]
-            self.register_parameter("weight", tied._parameters["weight"])
-        self.vocab_size = vocab_size
-
-    def forward(
-        self, x_TD: torch.Tensor, targets_N: torch.Tensor | None, logit_scale: float
-    ) -> torch.Tensor:
-        """Return the summed loss of owned tokens, or without targets full logits `[N, V]`.
-
-        Args:
-            x_TD: owned tokens after the last norm.
-            targets_N: targets of all tokens of the tp group.
-            logit_scale: factor on the logits.
-
-        Collectives: those of `vocab_cross_entropy` or `vocab_logits` over tp.
-        """
-        weight, group = self.local("weight"), self.mesh.group("tp")
-        if targets_N is None:
-            return vocab_logits(
-                x_TD, weight, group, vocab_size=self.vocab_size, logit_scale=logit_scale
-            )
-        return vocab_cross_entropy(
-            x_TD,
-            weight,
-            targets_N,
-            group,
-            vocab_size=self.vocab_size,
-            chunk_tokens=self.mesh.runtime.loss_chunk,
-            logit_scale=logit_scale,
-        )
 
 
 class Decoder(nn.Module):
@@ -425,39 +328,6 @@ class Decoder(nn.Module):
             counts[layer] = aux.counts_E.detach()
             loss = loss + aux.loss
         return Aux(loss=loss, counts_LE=counts)
-
-
-TargetBatch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-
-
-def count_agreed(
-    batches: Sequence[TargetBatch | None], problem: str | None, mesh: Mesh
-) -> torch.Tensor:
-    """Return the targets of all batches on all dp ranks, or raise on every rank if one is bad.
-
-    Args:
-        batches: labels, attention mask and positions of each; None for a bad or empty one.
-        problem: what is wrong with this rank's batches, or None.
-        mesh: the mesh.
-
-    Raises:
-        DataError: this rank's problem, or that another rank has one.
-
-    Collectives: all-reduce of two integers over dp.
-    """
-    count = sum(
-        (next_token_targets(*batch) != IGNORE).sum() for batch in batches if batch is not None
-    )
-    both = torch.tensor([int(count), int(problem is not None)], device=mesh.device)
-    both = raw_all_reduce(both, mesh.group("dp"))
-    if problem is not None:
-        raise DataError(problem)
-    if mesh.size("dp") > 1 and int(both[1]):
-        raise DataError(
-            f"{int(both[1])} other data-parallel ranks were given a batch that cannot be used; "
-            f"their own messages say why"
-        )
-    return both[0]
 
 
 def _check_layout(config: ModelConfig, mesh: Mesh) -> None:

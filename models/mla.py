@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moe_tp.models.attention import HeadLinear, Sequences, attend, pad_rows, share_heads
+from moe_tp.models.attention import Sequences, attend, pad_rows
 from moe_tp.models.config import ModelConfig
+from moe_tp.models.heads import HeadLinear, share_heads
 from moe_tp.models.rope import score_scale
 from moe_tp.parallel.collectives import all_gather
 from moe_tp.parallel.linear import ReplicatedLinear, RowParallelLinear, gather_linear

@@ -18,6 +18,7 @@ from torch import nn
 from moe_tp.models.blocks import Call
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.counts import layer_flops
+from moe_tp.models.head import Aux
 from moe_tp.models.tokens import IGNORE
 from moe_tp.parallel.collectives import accumulate_dtype, raw_all_reduce
 from moe_tp.parallel.mesh import Mesh
@@ -25,7 +26,7 @@ from moe_tp.parallel.pipeline.schedule import run_forward, train_pipeline
 from moe_tp.parallel.pipeline.stages import deal_layers, given_layers, num_stages, stages_of
 
 if TYPE_CHECKING:
-    from moe_tp.models.decoder import Aux, Decoder
+    from moe_tp.models.decoder import Decoder
 
 _TYPICAL_LENGTH = 4096  # tokens a sequence, for the cost of attention scores
 
@@ -248,8 +249,6 @@ def _shared(decoder: Decoder, total: torch.Tensor, share: int) -> tuple[torch.Te
 
     Collectives: all-reduce over pp of two numbers and of the load.
     """
-    from moe_tp.models.decoder import Aux
-
     group = decoder.mesh.group("pp")
     total = raw_all_reduce(total, group)
     counts = decoder.gather_aux({}).counts_LE

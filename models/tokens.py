@@ -10,6 +10,7 @@ cut into equal runs, one for each tp rank; rows past B*S are padding, masked eve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +21,7 @@ from moe_tp.models.attention import Sequences
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.context import SharedSequences
 from moe_tp.models.rope import Rotation, rotation
+from moe_tp.parallel.collectives import raw_all_reduce
 from moe_tp.parallel.context.sequence import padded_length, share
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.random import DropoutKey
@@ -171,6 +173,39 @@ def next_token_targets(
         real = attention_mask.bool()
         none |= ~real | ~F.pad(real[:, 1:], (0, 1))
     return targets.masked_fill(none, IGNORE)
+
+
+TargetBatch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def count_agreed(
+    batches: Sequence[TargetBatch | None], problem: str | None, mesh: Mesh
+) -> torch.Tensor:
+    """Return the targets of all batches on all dp ranks, or raise on every rank if one is bad.
+
+    Args:
+        batches: labels, attention mask and positions of each; None for a bad or empty one.
+        problem: what is wrong with this rank's batches, or None.
+        mesh: the mesh.
+
+    Raises:
+        DataError: this rank's problem, or that another rank has one.
+
+    Collectives: all-reduce of two integers over dp.
+    """
+    count = sum(
+        (next_token_targets(*batch) != IGNORE).sum() for batch in batches if batch is not None
+    )
+    both = torch.tensor([int(count), int(problem is not None)], device=mesh.device)
+    both = raw_all_reduce(both, mesh.group("dp"))
+    if problem is not None:
+        raise DataError(problem)
+    if mesh.size("dp") > 1 and int(both[1]):
+        raise DataError(
+            f"{int(both[1])} other data-parallel ranks were given a batch that cannot be used; "
+            f"their own messages say why"
+        )
+    return both[0]
 
 
 def attention_masks(

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from moe_tp.errors import DataError
-from moe_tp.models.decoder import Aux, Decoder, count_agreed
+from moe_tp.models.decoder import Decoder
+from moe_tp.models.head import Aux
 from moe_tp.models.stages import pipeline_step
-from moe_tp.models.tokens import IGNORE, batch_problem, next_token_targets
+from moe_tp.models.tokens import IGNORE, batch_problem, count_agreed, next_token_targets
 from moe_tp.parallel.collectives import raw_all_gather
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.zero import reshard, set_last_micro_batch
