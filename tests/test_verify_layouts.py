@@ -14,12 +14,14 @@ from verify_models import MIXTRAL_6, MIXTRAL_8, MODELS, write_folder
 from verify_sweep import Case, cases, failed, run_cases, sweep
 
 from moe_tp.errors import CheckpointError, ConfigError, MoeTpError
-from moe_tp.models import ModelConfig
+from moe_tp.models import ModelConfig, from_pretrained
 from moe_tp.parallel.layout import ParallelLayout, Runtime
+from moe_tp.parallel.mesh import Mesh
 from moe_tp.testing import run_ranks
 from moe_tp.verify import verify
 from moe_tp.verify.compare import Findings, relative_error, tolerances_for
 from moe_tp.verify.run import _refuse
+from moe_tp.verify.watch import Choices, watch
 
 L = ParallelLayout
 # On 8 ranks one of each kind of folding: tp inside ep, ep inside tp, experts over all, none.
@@ -156,6 +158,21 @@ def _zero_routers(folder: Path) -> None:
         if name.endswith("gate.weight"):
             tensors[name].zero_()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_routing_is_replayed(folders: dict[str, str]) -> None:
+    """R1: the layout computes the reference's choice, not its own, and keeps its own apart."""
+    mesh = Mesh.single()
+    model = from_pretrained(folders["mixtral-8"], mesh)
+    ids = torch.arange(7)[None]
+    forced = torch.stack([torch.arange(7) % 8, (torch.arange(7) + 3) % 8], dim=1)
+    choices = {layer: Choices(torch.arange(7), forced) for layer in (0, 1)}
+    with watch(model, choices) as seen:
+        out = model(ids, ids)
+    assert out.aux.counts_LE[0].equal(torch.bincount(forced.flatten(), minlength=8))
+    chosen = seen.joined()["chosen"][0]
+    assert chosen.shape == forced.shape
+    assert not chosen.equal(forced)
 
 
 def test_flips_by_gap() -> None:
