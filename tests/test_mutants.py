@@ -10,4 +10,4 @@ def test_every_listed_mutant_fits_the_tree() -> None:
     assert len(mutants) >= 10
     problems = [f"{m.room} {m.rule}: {problem}" for m in mutants if (problem := m.problem())]
     assert problems == []
-    assert len({(m.file, m.find, m.replace) for m in mutants}) == len(mutants)
+    assert len({(m.file, m.find, m.replace, m.test) for m in mutants}) == len(mutants)
