@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
+from moe_tp.cli.main import main
 from moe_tp.errors import ConfigError, MoeTpError
 from moe_tp.models import ModelConfig, build, from_pretrained, save_pretrained
 from moe_tp.parallel.mesh import Mesh
@@ -239,6 +241,20 @@ def test_what_cannot_work_is_refused_first(folder: Path) -> None:
     with pytest.raises(ConfigError, match="choose a multiple of 5"):
         run(settings(folder, "none", micro_batch=5))
     assert not (folder / "none").exists()
+
+
+def test_the_command_trains_and_refuses_to_resume(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """F3: no checkpoint is written yet, so going on from one is refused, before anything starts."""
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(settings(folder, "command")))
+    assert main(["finetune", str(path), "--resume"]) == 2
+    assert "--resume needs a training checkpoint" in capsys.readouterr().err
+    assert not (folder / "command").exists()
+    assert main(["finetune", str(path), "train.steps=1", "train.lr=1e-3"]) == 0
+    assert curves(folder / "command")["step"] == [1]
+    assert "lr: 0.001" in (folder / "command" / "config.yaml").read_text()
 
 
 def test_epochs_become_steps(folder: Path) -> None:

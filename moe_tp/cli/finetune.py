@@ -13,6 +13,7 @@ from moe_tp.cli.options import (
     say,
     write_json,
 )
+from moe_tp.errors import ConfigError
 from moe_tp.train.loop import finetune, summary
 from moe_tp.train.settings import load_config
 
@@ -23,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "settings", nargs="*", metavar="key.sub=value", help="settings that replace the file's"
     )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from a checkpoint (refused: none is written)"
+    )
     add_json_argument(parser)
     add_layout_arguments(parser)
 
@@ -32,6 +36,11 @@ def run(options: argparse.Namespace) -> int:
 
     Collectives: those of `finetune`.
     """
+    if options.resume:
+        raise ConfigError(
+            "--resume needs a training checkpoint, and this version writes only final/; start "
+            "without --resume, with model=OUTPUT/final to train the result of a run further"
+        )
     words = [
         *options.settings,
         *(f"parallel.{name}={degree}" for name, degree in given_degrees(options).items()),
