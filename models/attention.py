@@ -134,6 +134,7 @@ class Attention(nn.Module):
             [p.bias_rows() for p in parts],
             self.mesh.group("tp"),
         )
+        flat = tuple(p.with_low_rank(x_TD, y) for p, y in zip(parts, flat, strict=True))
         tokens = sequences.batch * sequences.length
         shape, size = (sequences.batch, sequences.length), self.config.head_dim
         counts = (self.share.queries, self.share.num_kv, self.share.num_kv)

@@ -105,5 +105,6 @@ class LatentAttention(nn.Module):
         """Return this rank's heads `[B, S, H, h]` of a gathered input."""
         weight = linear.weight_rows()
         (flat,) = gather_linear(x_TD, [weight], [None], self.mesh.group("tp"))
+        flat = linear.with_low_rank(x_TD, flat)
         size = weight.shape[0] // self.heads
         return flat[: shape[0] * shape[1]].view(*shape, self.heads, size)

@@ -65,5 +65,7 @@ class GatedMLP(torch.nn.Module):
         weights = [self.gate.local("weight"), self.up.local("weight")]
         padded_TD = padded_TD.to(weights[0].dtype)
         gate_NF, up_NF = gather_linear(padded_TD, weights, [None, None], group)
+        gate_NF = self.gate.with_low_rank(padded_TD, gate_NF)
+        up_NF = self.up.with_low_rank(padded_TD, up_NF)
         y_TD: torch.Tensor = self.down(self.activation.apply(gate_NF, up_NF))
         return y_TD[:tokens].to(x_TD.dtype)

@@ -119,6 +119,7 @@ class Router(ParallelModule):
         logits_TE = router_logits(
             seen_TD, self.local("weight"), biases.get("bias"), dtype=config.dtype
         )
+        logits_TE = self.with_low_rank(seen_TD.to(logits_TE.dtype), logits_TE)
         return route(
             logits_TE,
             config,

@@ -157,7 +157,8 @@ class ColumnParallelLinear(ParallelModule):
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Return `[T * tp, out / tp]` for owned tokens `[T, D]`; see `gather_linear`."""
         group = self.mesh.group("tp")
-        return gather_linear(x_TD, [self.local("weight")], [self.bias_or_none()], group)[0]
+        (y_NF,) = gather_linear(x_TD, [self.local("weight")], [self.bias_or_none()], group)
+        return self.with_low_rank(x_TD, y_NF)
 
 
 class RowParallelLinear(ParallelModule):
@@ -192,7 +193,8 @@ class RowParallelLinear(ParallelModule):
     def forward(self, x_NF: torch.Tensor) -> torch.Tensor:
         """Return `[N / tp, out]` owned rows for `[N, dim / tp]`; see `linear_scatter`."""
         bias = self.local("bias") if "bias" in self.specs else None
-        return linear_scatter(x_NF, self.local("weight"), bias, self.mesh.group("tp"))
+        y_TD = linear_scatter(x_NF, self.local("weight"), bias, self.mesh.group("tp"))
+        return self.with_low_rank(x_NF, y_TD)
 
 
 class ReplicatedLinear(ParallelModule):
@@ -232,4 +234,5 @@ class ReplicatedLinear(ParallelModule):
         """Return `[T, out]` for `[T, dim]`, in the wider of the input's and the weight's dtype."""
         weight = self.local("weight")
         bias = self.local("bias") if "bias" in self.specs else None
-        return F.linear(x_TD.to(torch.promote_types(x_TD.dtype, weight.dtype)), weight, bias)
+        x_TD = x_TD.to(torch.promote_types(x_TD.dtype, weight.dtype))
+        return self.with_low_rank(x_TD, F.linear(x_TD, weight, bias))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -110,12 +110,21 @@ class NamedSpec(NamedTuple):
     spec: ParamSpec
 
 
+class LowRankTerm(Protocol):
+    """What LoRA adds to a linear module: `ParallelModule.low_rank` holds one."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is added to the module's product, for the module's input."""
+        ...
+
+
 class ParallelModule(nn.Module):
     """A module whose parameters lie on a mesh.
 
     Attributes:
         mesh: the mesh.
         specs: what each of its own parameters is.
+        low_rank: what an adapter adds to its product; None without one.
         gradient_scale: factor that `settle_gradients` applies (1/ranks in a host that averages).
     """
 
@@ -124,6 +133,7 @@ class ParallelModule(nn.Module):
         self.mesh = mesh
         self.specs: dict[str, ParamSpec] = {}
         self.gradient_scale = 1.0
+        self.low_rank: LowRankTerm | None = None
         self._fp32_buffers: set[str] = set()
 
     def add_parameter(self, name: str, spec: ParamSpec, dtype: torch.dtype) -> None:
@@ -168,6 +178,13 @@ class ParallelModule(nn.Module):
         value: torch.Tensor = param.to_local(grad_placements=gradient_placements(param, spec))
         dtype = self.mesh.runtime.compute_dtype
         return value if dtype is None or spec.keep_fp32 else value.to(dtype)
+
+    def with_low_rank(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return `y`, this module's product for the input `x`, plus the adapter's term.
+
+        Collectives: those of the adapter, over tp.
+        """
+        return y if self.low_rank is None else y + self.low_rank(x)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Cast or move, keeping fp32 state in fp32: its values must never pass through bf16."""

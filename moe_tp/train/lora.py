@@ -1,0 +1,312 @@
+"""LoRA (arXiv:2106.09685) on a model of any layout: adapters, merging, and PEFT folders.
+
+An adapter stands beside its weight and holds no copy of it; see `moe_tp.train.lora_layers`. Its
+first values are a function of seed and name, so that they are alike in every layout, and merging is
+done element by element in one order, so that merged weights have the bits of one process.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from moe_tp.errors import ConfigError
+from moe_tp.experts.layer import GroupedExperts
+from moe_tp.experts.router import Router
+from moe_tp.models.blocks import Block
+from moe_tp.models.decoder import Decoder
+from moe_tp.parallel.collectives import accumulate_dtype
+from moe_tp.parallel.parameter import (
+    ParallelModule,
+    full_logical,
+    local_index,
+    to_local,
+)
+from moe_tp.parallel.random import fill_normal, key_of
+from moe_tp.parallel.zero import reshard
+from moe_tp.train.lora_layers import ExpertLowRank, LinearLowRank
+from moe_tp.train.lora_targets import choose_parameters, group_of, layer_of
+
+_STATE = "_lora"  # beside the module tree of an adapted model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAConfig:
+    """Settings of the adapters.
+
+    Args:
+        rank: r.
+        alpha: the term is scaled by alpha / r.
+        targets: see `moe_tp.train.lora_targets.choose_parameters`.
+        dropout: probability of dropping an element of an adapter's input; not for experts and
+            routers, where PEFT does not define it either.
+        seed: of A's first values.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ("attention", "experts")
+    dropout: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "targets", tuple(self.targets))
+        if self.rank < 1:
+            raise ConfigError(f"lora rank={self.rank} adapts nothing; choose 1 or more")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ConfigError(f"lora alpha={self.alpha} is no scale; choose a number above 0")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"lora dropout={self.dropout} is out of range; choose from [0, 1)")
+        if not self.targets:
+            raise ConfigError("lora targets are empty; name 'attention', 'experts' or a pattern")
+
+    @property
+    def scale(self) -> float:
+        """alpha / r."""
+        return self.alpha / self.rank
+
+
+class Factors(NamedTuple):
+    """The adapter of one parameter that this rank holds."""
+
+    fqn: str  # of the base parameter
+    base: ParallelModule
+    name: str  # of the base parameter in `base`
+    adapter: ParallelModule
+    a: str
+    b: str
+
+    def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A and B over all ranks: `[.., r, in]` and `[.., out, r]`.
+
+        Collectives: all-gathers over the axes that split them.
+        """
+        return tuple(  # type: ignore[return-value]
+            full_logical(self.adapter.get_parameter(n), self.adapter.specs[n], self.adapter.mesh)
+            for n in (self.a, self.b)
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _State:
+    """What `merge_lora` puts back."""
+
+    config: LoRAConfig
+    trained: list[nn.Parameter]  # what was trainable before
+    routers: dict[str, Any]  # name -> its configuration before
+    hooks: list[Any]
+
+
+def lora_config(model: nn.Module) -> LoRAConfig | None:
+    """Return the settings of a model's adapters, or None without any."""
+    state: _State | None = model.__dict__.get(_STATE)
+    return None if state is None else state.config
+
+
+def apply_lora(model: nn.Module, config: LoRAConfig) -> None:
+    """Add adapters to a model in place and freeze all else; B is zero, so it computes the same.
+
+    Routers' correction biases stand still too. Apply before the optimiser is made.
+
+    Args:
+        model: from `build` or `from_pretrained`.
+        config: the settings, alike on all ranks.
+
+    Raises:
+        ConfigError: a target names nothing, dropout is asked for where it is not defined, or the
+            model has adapters already.
+
+    Collectives: an exchange of the settings through the store.
+    """
+    decoder = _decoder(model)
+    if _STATE in decoder.__dict__:
+        raise ConfigError("the model has adapters already; merge_lora(model) folds them in first")
+    chosen = choose_parameters(decoder.name_rules, config.targets)
+    undefined = sorted({g for f in chosen if (g := group_of(f)) in ("experts", "router")})
+    if config.dropout and undefined:
+        raise ConfigError(
+            f"lora dropout={config.dropout} is not defined for {' and '.join(undefined)}, whose "
+            f"adapters PEFT folds into the weight too; choose dropout=0 or leave them out of "
+            f"targets={list(config.targets)}"
+        )
+    decoder.mesh.agree("the LoRA settings", repr(config))
+    reshard(decoder)
+    state = _State(
+        config=config,
+        trained=[p for p in decoder.parameters() if p.requires_grad],
+        routers={n: m.config for n, m in decoder.named_modules() if isinstance(m, Router)},
+        hooks=[],
+    )
+    decoder.requires_grad_(False)
+    for name in state.routers:
+        router = decoder.get_submodule(name)
+        assert isinstance(router, Router)
+        router.config = replace(router.config, frozen=True)
+    wanted = set(chosen)
+    for block in decoder.blocks:
+        here = {fqn for fqn in wanted if layer_of(fqn) == block.layer}
+        _adapt(decoder, block, here, config, state)
+    if decoder.mesh.size("pp") > 1 and decoder.embed is not None:
+        # a pipeline stage sends a gradient to the one before it, adapters or not
+        state.hooks.append(decoder.embed.register_forward_hook(_wants_gradient))
+    decoder.__dict__[_STATE] = state
+    for factors in adapters(decoder):
+        for name in (factors.a, factors.b):
+            _fill(factors, name, config.seed)
+
+
+def _adapt(
+    decoder: Decoder, block: Block, fqns: set[str], config: LoRAConfig, state: _State
+) -> None:
+    """Put the adapters of one layer beside its weights."""
+    linear = []
+    for fqn in sorted(fqns):
+        if group_of(fqn) == "experts":
+            continue
+        module = decoder.get_submodule(fqn.rsplit(".", 1)[0])
+        assert isinstance(module, ParallelModule)
+        adapter = LinearLowRank(
+            module, config.rank, config.scale, drop=config.dropout, layer=block.layer, site=fqn
+        )
+        adapter.train(module.training)
+        module.low_rank = adapter
+        linear.append(adapter)
+    prefix = f"layers.{block.layer}.moe.experts."
+    gate_up, down = prefix + "gate_up" in fqns, prefix + "down" in fqns
+    if gate_up or down:
+        experts = block.moe.experts
+        experts.adapter = ExpertLowRank(
+            experts, config.rank, config.scale, gate_up=gate_up, down=down
+        )
+    if linear and config.dropout:
+        hook = functools.partial(_pass_call, linear)
+        state.hooks.append(block.register_forward_pre_hook(hook))
+
+
+def _pass_call(linear: list[LinearLowRank], block: nn.Module, args: tuple[Any, ...]) -> None:
+    """Tell the adapters of a block which tokens it is about to see."""
+    for adapter in linear:
+        adapter.call = args[1]
+
+
+def _wants_gradient(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+    if out.is_leaf and torch.is_grad_enabled():
+        out.requires_grad_(True)
+
+
+def _fill(factors: Factors, name: str, seed: int) -> None:
+    """Fill one factor by (seed, name, logical element)."""
+    param, spec = factors.adapter.get_parameter(name), factors.adapter.specs[name]
+    with torch.no_grad():
+        local = to_local(param)
+        if spec.init.kind == "constant":
+            local.fill_(spec.init.value)
+        else:
+            key = key_of(seed, "lora", factors.fqn)
+            fill_normal(local, key, local_index(param, spec), spec.shape, spec.init.value)
+
+
+def adapters(model: nn.Module) -> Iterator[Factors]:
+    """Yield the adapter of every adapted parameter that this rank holds, in layer order."""
+    for prefix, module in list(model.named_modules()):
+        if not isinstance(module, ParallelModule):
+            continue
+        if isinstance(module.low_rank, LinearLowRank):
+            yield Factors(f"{prefix}.weight", module, "weight", module.low_rank, "a", "b")
+        if isinstance(module, GroupedExperts) and isinstance(module.adapter, ExpertLowRank):
+            for name in ("gate_up", "down"):
+                if f"{name}_a" in module.adapter.specs:
+                    fqn, a, b = f"{prefix}.{name}", f"{name}_a", f"{name}_b"
+                    yield Factors(fqn, module, name, module.adapter, a, b)
+
+
+def merge_lora(model: nn.Module) -> None:
+    """Fold `(alpha / r) B A` into the weights in place, take the adapters off, and unfreeze.
+
+    The sum over r is taken element by element in fp32 (fp64 for fp64), so that merged weights have
+    the same bits in every layout.
+
+    Raises:
+        ConfigError: the model has no adapters.
+
+    Collectives: all-gathers of each adapter over the axes that split it.
+    """
+    decoder = _decoder(model)
+    state = _state(decoder)
+    reshard(decoder)
+    with torch.no_grad():
+        for factors in adapters(decoder):
+            _fold(factors, state.config.scale)
+    for module in decoder.modules():
+        if isinstance(module, ParallelModule) and module.low_rank is not None:
+            del module.low_rank
+            module.low_rank = None
+        if isinstance(module, GroupedExperts) and module.adapter is not None:
+            del module.adapter
+            module.adapter = None
+    for hook in state.hooks:
+        hook.remove()
+    for name, config in state.routers.items():
+        router = decoder.get_submodule(name)
+        assert isinstance(router, Router)
+        router.config = config
+    for param in state.trained:
+        param.requires_grad_(True)
+    del decoder.__dict__[_STATE]
+
+
+def _fold(factors: Factors, scale: float) -> None:
+    """Add one adapter's product to this rank's part of the weight, whatever splits it."""
+    a, b = factors.whole()
+    param = factors.base.get_parameter(factors.name)
+    index = local_index(param, factors.base.specs[factors.name])
+    weight = to_local(param)
+    dtype = accumulate_dtype(weight.dtype)
+    outs, ins = (i.clamp(min=0).to(weight.device) for i in index[-2:])
+    a = a.to(dtype).index_select(-1, ins)
+    b = b.to(dtype).index_select(-2, outs)
+    if weight.dim() == 4:  # ZeRO may split gate from up
+        b = b.index_select(1, index[1].to(weight.device))
+    leads = [()] if weight.dim() == 2 else [(place,) for place in range(weight.shape[0])]
+    for lead in leads:
+        # an empty slot of the expert table has nothing to fold
+        expert = [int(index[0][place]) for place in lead]
+        if -1 in expert:
+            continue
+        part, a_e, b_e = weight[lead], a[tuple(expert)], b[tuple(expert)]
+        part.copy_(part.to(dtype) + product(a_e, b_e) * scale)
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return `b @ a` summed over r in order, element by element.
+
+    A matrix product picks its order of summing by shape, so that slices would differ in bits.
+    """
+    total = b[..., :, 0:1] * a[..., 0:1, :]
+    for r in range(1, a.shape[-2]):
+        total += b[..., :, r : r + 1] * a[..., r : r + 1, :]
+    return total
+
+
+def _decoder(model: nn.Module) -> Decoder:
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            f"LoRA adapts models of build and from_pretrained, not {type(model).__name__}"
+        )
+    return model
+
+
+def _state(model: Decoder) -> _State:
+    state: _State | None = model.__dict__.get(_STATE)
+    if state is None:
+        raise ConfigError("the model has no adapters; apply_lora(model, config) adds them")
+    return state

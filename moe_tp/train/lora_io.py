@@ -1,0 +1,315 @@
+"""Adapters as a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`.
+
+Letters: D width · F expert hidden · E experts · r rank.
+
+Names are those of transformers 5 in memory, which PEFT wraps, and not those on the hub, where one
+family calls its experts otherwise. Experts are one parameter there, so PEFT adapts them through
+`target_parameters` and stores all experts of a layer as two matrices: `lora_A [E * r, in]` with the
+expert slowest and `lora_B [out, r * E]` with the expert fastest (`ParamWrapper.get_delta_weight`).
+The gate and up halves of `out` lie as the family joins them: one after the other, or interleaved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save
+from torch import nn
+
+from moe_tp.checkpoint.agree import together
+from moe_tp.checkpoint.rules import Piece
+from moe_tp.errors import CheckpointError, ConfigError
+from moe_tp.models.decoder import Decoder
+from moe_tp.parallel.parameter import local_index, to_local
+from moe_tp.train.lora import Factors, LoRAConfig, adapters, apply_lora, lora_config
+from moe_tp.train.lora_targets import GROUPS, choose_parameters, group_of
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_ROOT = "base_model.model."
+
+
+def pack_experts(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return PEFT's `lora_A [E * r, in]` and `lora_B [out, r * E]`.
+
+    Args:
+        a: `[E, r, in]`.
+        b: `[E, out, r]`.
+    """
+    return a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+
+
+def unpack_experts(
+    a: torch.Tensor, b: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `[E, r, in]` and `[E, out, r]` of PEFT's two matrices; see `pack_experts`."""
+    rank = a.shape[0] // num_experts
+    return (
+        a.view(num_experts, rank, a.shape[1]),
+        b.view(b.shape[0], rank, num_experts).permute(2, 0, 1),
+    )
+
+
+def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write a model's adapters as a PEFT folder, from any layout; collective.
+
+    Args:
+        model: with adapters.
+        path: the folder; its two files are replaced.
+
+    Raises:
+        ConfigError: the model has no adapters, or one that PEFT's format cannot hold.
+        CheckpointError: the folder cannot be written; on every rank.
+
+    Collectives: all-gathers of each adapter over the axes that split it, an exchange over the
+    pipeline, an agreement over the world.
+    """
+    config = lora_config(model)
+    if config is None:
+        raise ConfigError("the model has no adapters to save; apply_lora(model, config) adds them")
+    assert isinstance(model, Decoder)
+    fqns = choose_parameters(model.name_rules, config.targets)
+    names = {fqn: _peft_name(model, fqn, fqns) for fqn in fqns}  # before anything is sent
+    tensors: dict[str, torch.Tensor] = {}
+    for factors in adapters(model):
+        a, b = _to_peft(model, factors.fqn, *factors.whole())
+        prefix = _ROOT + names[factors.fqn][1]
+        tensors[f"{prefix}.lora_A.weight"] = a.cpu().contiguous()
+        tensors[f"{prefix}.lora_B.weight"] = b.cpu().contiguous()
+    mesh = model.mesh
+    pipeline = mesh.group("pp")
+    if pipeline.size > 1:
+        every: list[Any] = [None] * pipeline.size
+        dist.all_gather_object(every, tensors, group=pipeline.process_group)
+        tensors = {name: value for part in every for name, value in part.items()}
+
+    def write() -> None:
+        if mesh.rank != 0:
+            return
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(_config_json(model, config, names), indent=2, sort_keys=True)
+        # weights first: a folder with a configuration is complete
+        (folder / CONFIG).unlink(missing_ok=True)
+        for name, data in ((WEIGHTS, save(tensors, {"format": "pt"})), (CONFIG, text.encode())):
+            work = folder / f".{name}.unfinished"
+            work.write_bytes(data)
+            os.replace(work, folder / name)
+
+    together(write, mesh.group("world"), mesh.device)
+
+
+def load_adapter(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Read a PEFT folder into a model, with adapters added where it has none; collective.
+
+    Args:
+        model: from `build` or `from_pretrained`.
+        path: a folder of `save_adapter`, or of PEFT for the same parameters.
+
+    Raises:
+        ConfigError: the model has adapters of another shape or place.
+        CheckpointError: the folder is not complete or does not fit; on every rank.
+
+    Collectives: an exchange of the settings through the store, an agreement over the world.
+    """
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            f"load_adapter reads into models of build and from_pretrained, not "
+            f"{type(model).__name__}"
+        )
+    mesh = model.mesh
+    world = mesh.group("world")
+    read, tensors = together(lambda: _read(model, Path(path)), world, mesh.device)
+    mine = lora_config(model)
+    if mine is None:
+        apply_lora(model, read)
+    elif (mine.rank, mine.scale) != (read.rank, read.scale):
+        raise ConfigError(
+            f"the model's adapters have rank={mine.rank}, alpha={mine.alpha}, but those of {path} "
+            f"rank={read.rank}, alpha={read.alpha}; merge_lora(model) first, or load into a model "
+            "without adapters"
+        )
+    together(lambda: _fill(model, tensors, Path(path)), world, mesh.device)
+
+
+def _read(model: Decoder, folder: Path) -> tuple[LoRAConfig, dict[str, torch.Tensor]]:
+    """Return the settings and tensors of a PEFT folder, with the parameters it names as targets."""
+    missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{folder} is no complete PEFT folder: it lacks {missing[0]}")
+    settings = json.loads((folder / CONFIG).read_text())
+    for key in ("use_rslora", "use_dora", "lora_bias", "rank_pattern", "alpha_pattern"):
+        if settings.get(key):
+            raise CheckpointError(f"{folder}/{CONFIG}: {key}={settings[key]} is not supported")
+    tensors = load_file(folder / WEIGHTS)
+    every = [f for f in model.name_rules.pieces if group_of(f) is not None]
+    wanted = [settings.get(key) or [] for key in ("target_modules", "target_parameters")]
+    found = [f for f in every if any(_named(t, _peft_name(model, f, [])[0]) for t in wanted)]
+    known = {f"{_ROOT}{_peft_name(model, f, found)[1]}" for f in found}
+    strange = [n for n in tensors if n.rsplit(".lora_", 1)[0] not in known]
+    if strange or not found:
+        name = strange[0] if strange else WEIGHTS
+        raise CheckpointError(f"{folder}: {name} belongs to no parameter of this model")
+    targets = []
+    for group in GROUPS:
+        members = [f for f in every if group_of(f) == group]
+        mine = [f for f in members if f in found]
+        named = group != "mlp" and len(mine) == len(members) > 0
+        targets += [group] if named else mine
+    config = LoRAConfig(
+        rank=settings["r"],
+        alpha=settings["lora_alpha"],
+        targets=tuple(targets),
+        dropout=settings.get("lora_dropout", 0.0),
+    )
+    return config, tensors
+
+
+def _named(targets: str | list[str], name: str) -> bool:
+    """Return whether PEFT's `target_modules` or `target_parameters` name it."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _is_per_expert(hub: str) -> bool:
+    """Return whether a hub tensor is that of one expert."""
+    return re.search(r"\.experts\.\d+\.", hub) is not None
+
+
+def _fill(model: Decoder, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Copy this rank's parts of all adapters out of whole tensors."""
+    config = lora_config(model)
+    assert config is not None
+    fqns = choose_parameters(model.name_rules, config.targets)
+    for factors in adapters(model):
+        prefix = _ROOT + _peft_name(model, factors.fqn, fqns)[1]
+        pair = []
+        for letter in "AB":
+            name = f"{prefix}.lora_{letter}.weight"
+            if name not in tensors:
+                raise CheckpointError(f"{folder}/{WEIGHTS} lacks {name}, which the model adapts")
+            pair.append(tensors[name])
+        a, b = _from_peft(model, factors, *pair)
+        for name, value in ((factors.a, a), (factors.b, b)):
+            spec = factors.adapter.specs[name]
+            if tuple(value.shape) != spec.shape:
+                raise CheckpointError(
+                    f"{folder}: the adapter of {factors.fqn} has shape {list(value.shape)}, but "
+                    f"the model's has {list(spec.shape)}"
+                )
+            param = factors.adapter.get_parameter(name)
+            for dim, places in enumerate(local_index(param, spec)):
+                value = value.index_select(dim, places.clamp(min=0))
+            with torch.no_grad():
+                to_local(param).copy_(value)
+
+
+def _config_json(
+    model: Decoder, config: LoRAConfig, names: Mapping[str, tuple[str, str, bool]]
+) -> dict[str, Any]:
+    """Return what PEFT reads as `LoraConfig`."""
+    source = model.source
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None if source is None else str(source),
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "bias": "none",
+        "target_modules": sorted(name for name, _, whole in names.values() if not whole),
+        "target_parameters": sorted(name for name, _, whole in names.values() if whole) or None,
+    }
+
+
+def _peft_name(model: Decoder, fqn: str, fqns: list[str]) -> tuple[str, str, bool]:
+    """Return the name to target, the prefix of its factors, and whether it is a bare parameter.
+
+    Args:
+        model: the model.
+        fqn: the adapted parameter.
+        fqns: all adapted parameters: a second one of the same module nests in the first.
+
+    Raises:
+        ConfigError: its weight is a part of a hub tensor, which PEFT could not adapt by itself.
+    """
+    pieces, group = model.name_rules.pieces[fqn], group_of(fqn)
+    layer = fqn.rsplit(".moe.", 1)[0]
+    if group == "router":
+        name = _live(pieces[0].hub_name)
+        return name, name.removesuffix(".weight"), True
+    if group == "experts":
+        router = _live(model.name_rules.pieces[f"{layer}.moe.router.weight"][0].hub_name)
+        module = router.removesuffix(".weight").rsplit(".", 1)[0] + ".experts"
+        both = fqn.endswith("gate_up") and f"{layer}.moe.experts.down" in fqns
+        _joined(model, fqn)
+        parameter = "gate_up_proj" if fqn.endswith("gate_up") else "down_proj"
+        return f"{module}.{parameter}", f"{module}.base_layer" if both else module, True
+    if len(pieces) != 1 or pieces[0].hub_slices or pieces[0].param_index:
+        raise ConfigError(
+            f"{fqn} is a part of {pieces[0].hub_name} on disk, which PEFT adapts as one; "
+            f"merge_lora(model) and save_pretrained write it instead"
+        )
+    name = pieces[0].hub_name.removesuffix(".weight")
+    return name, name, False
+
+
+def _live(hub_name: str) -> str:
+    """Return the name in memory of a router's weight on the hub (transformers 5)."""
+    name = hub_name.replace(".router.layer.", ".router.")
+    return name.replace(".block_sparse_moe.gate.", ".mlp.gate.")
+
+
+def _joined(model: Decoder, fqn: str) -> slice | None:
+    """Return the places of the gate rows where gate and up interleave, None where they follow.
+
+    Raises:
+        ConfigError: the experts lie in a form that PEFT does not know.
+    """
+    piece: Piece = model.name_rules.pieces[fqn][0]
+    if len(piece.hub_shape) == 2 and not _is_per_expert(piece.hub_name):
+        raise ConfigError(
+            f"experts in the form of {piece.hub_name} have no PEFT format; merge_lora(model) and "
+            f"save_pretrained write them instead"
+        )
+    columns = piece.hub_slices[-1] if piece.hub_slices else None
+    interleaved = isinstance(columns, slice) and columns.step == 2
+    return columns if interleaved and isinstance(columns, slice) else None
+
+
+def _to_peft(
+    model: Decoder, fqn: str, a: torch.Tensor, b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `lora_A` and `lora_B` of whole factors."""
+    if group_of(fqn) != "experts":
+        return a, b
+    if fqn.endswith("gate_up"):
+        b = b.transpose(1, 2) if _joined(model, fqn) else b  # [E, 2, F, r] or [E, F, 2, r]
+        a, b = a.squeeze(1), b.flatten(1, 2)
+    return pack_experts(a, b)
+
+
+def _from_peft(
+    model: Decoder, factors: Factors, a: torch.Tensor, b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return whole factors of `lora_A` and `lora_B`; the inverse of `_to_peft`."""
+    if group_of(factors.fqn) != "experts":
+        return a, b
+    a, b = unpack_experts(a, b, factors.adapter.specs[factors.a].shape[0])
+    if factors.name == "gate_up":
+        experts, out, rank = b.shape
+        if _joined(model, factors.fqn):
+            b = b.reshape(experts, out // 2, 2, rank).transpose(1, 2)
+        else:
+            b = b.reshape(experts, 2, out // 2, rank)
+        a = a.unsqueeze(1)
+    return a, b

@@ -1,0 +1,169 @@
+"""Low-rank terms beside frozen weights, in activation space: `y += (alpha / r) (x A^T) B^T`.
+
+Letters: T owned tokens · N tokens of the tp group · D width · F expert hidden · E experts · r rank.
+
+No product of B and A is formed, so nothing as large as a weight is made or kept. What travels is r
+wide, and what a gradient owes follows from where its factor stands:
+
+| base          | A                          | B                         | over tp                |
+|---------------|----------------------------|---------------------------|------------------------|
+| split outputs | whole, on owned tokens     | split like the outputs    | all-gather of `x A^T`  |
+| split inputs  | split like the inputs      | whole, on owned tokens    | scatter of `x A^T`     |
+| whole         | whole, on owned tokens     | whole, on owned tokens    | nothing                |
+| experts, etp  | gate and up: whole, a part | split like F              | nothing: B's linearity |
+|               | down: split like F         | whole, a part             | nothing                |
+
+Whole factors see a part of the sum on each rank, so their specs say `partial`. All are kept in fp32
+(fp64 for fp64) and never sharded by ZeRO: each is reduced by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from moe_tp.experts.grouped import LowRank
+from moe_tp.experts.layer import GroupedExperts
+from moe_tp.models.blocks import Call
+from moe_tp.models.heads import HeadLinear
+from moe_tp.parallel.collectives import all_gather, raw_all_gather
+from moe_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear, linear_scatter
+from moe_tp.parallel.parameter import ZEROS, Init, ParallelModule, ParamSpec, to_local
+from moe_tp.parallel.random import dropout
+
+Flow = Literal["gather", "scatter", "owned"]
+
+
+def _init_a(width: int) -> Init:
+    """Return the variance of PEFT's A (uniform after He, arXiv:1502.01852, with a = sqrt 5)."""
+    return Init(value=(3 * width) ** -0.5)
+
+
+class LinearLowRank(ParallelModule):
+    """The term of one linear module: `a [r, in]` and `b [out, r]`.
+
+    Args:
+        base: the module that it stands beside.
+        rank: r.
+        scale: alpha / r.
+        drop: probability of dropping an element of the input.
+        layer: number of the layer, for the dropout's key.
+        site: name of the base parameter, for the dropout's key.
+    """
+
+    def __init__(
+        self, base: ParallelModule, rank: int, scale: float, *, drop: float, layer: int, site: str
+    ) -> None:
+        super().__init__(base.mesh)
+        self.scale, self.drop, self.layer, self.site = scale, drop, layer, site
+        self.call: Call | None = None
+        spec = base.specs["weight"]
+        out, width = spec.shape
+        self.rows = base.rows if isinstance(base, HeadLinear) else None
+        self.flow: Flow = "owned"
+        if isinstance(base, HeadLinear | ColumnParallelLinear):
+            self.flow = "gather"
+        elif isinstance(base, RowParallelLinear):
+            self.flow = "scatter"
+        dtype = to_local(base.get_parameter("weight")).dtype
+        splits = {axis: 0 for axis, dim in spec.shards.items() if dim == 0}
+        self.add_parameter(
+            "b",
+            ParamSpec(
+                shape=(out, rank), shards=splits, partial=not splits, init=ZEROS, keep_fp32=True
+            ),
+            dtype,
+        )
+        splits = {axis: 1 for axis, dim in spec.shards.items() if dim == 1}
+        self.add_parameter(
+            "a",
+            ParamSpec(
+                shape=(rank, width),
+                shards=splits,
+                partial=not splits,
+                init=_init_a(width),
+                keep_fp32=True,
+            ),
+            dtype,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is added to the base's product.
+
+        Args:
+            x: the base's input: owned tokens `[T, in]`, or `[N, in / tp]` of split inputs.
+
+        Collectives: over tp, all-gather or reduce-scatter of `[N, r]`, and its dual.
+        """
+        x = self._dropped(x)
+        a, b = self.local("a").to(x.dtype), self.local("b").to(x.dtype)
+        group = self.mesh.group("tp")
+        low = linear_scatter(x, a, None, group) if self.flow == "scatter" else F.linear(x, a)
+        if self.flow == "gather":
+            low = all_gather(low, group)
+            b = b if self.rows is None else b[self.rows]
+        return F.linear(low, b) * self.scale
+
+    def _dropped(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input with elements dropped by token, feature, step and site."""
+        if not (self.training and self.drop):
+            return x
+        assert self.call is not None, "the block's hook has not run"
+        ids, features = self.call.tokens.token_ids_T, None
+        if self.flow == "scatter":
+            ids = raw_all_gather(ids, self.mesh.group("tp"))
+            first = self.mesh.coordinate("tp") * x.shape[1]
+            features = torch.arange(first, first + x.shape[1], device=x.device)
+        key = self.call.key(self.layer, f"lora/{self.site}", ids)
+        return dropout(x, self.drop, key, features=features)
+
+
+class ExpertLowRank(ParallelModule):
+    """The terms of all experts of a layer, each expert with its own factors.
+
+    Gate and up share A, as they are one parameter in transformers 5 and so in PEFT.
+
+    Args:
+        base: the experts.
+        rank: r.
+        scale: alpha / r.
+        gate_up, down: which projections are adapted.
+    """
+
+    def __init__(
+        self, base: GroupedExperts, rank: int, scale: float, *, gate_up: bool, down: bool
+    ) -> None:
+        super().__init__(base.mesh)
+        self.scale = scale
+        weight = base.specs["gate_up"]
+        self._base_dtype = to_local(base.get_parameter("gate_up")).dtype
+        self._slots = weight.slots
+        experts, _, hidden, width = weight.shape
+        split, whole = {"ep": 0, "etp": 2}, {"ep": 0}
+        if gate_up:
+            self._add("gate_up_a", (experts, 1, rank, width), whole, _init_a(width))
+            self._add("gate_up_b", (experts, 2, hidden, rank), split, ZEROS)
+        if down:
+            self._add("down_a", (experts, rank, hidden), split, _init_a(hidden))
+            self._add("down_b", (experts, width, rank), whole, ZEROS)
+
+    def _add(self, name: str, shape: tuple[int, ...], shards: dict[str, int], init: Init) -> None:
+        spec = ParamSpec(
+            shape=shape,
+            shards=shards,
+            domain="expert",
+            # whole on every etp rank, which sees a part of F
+            partial="etp" not in shards,
+            init=init,
+            keep_fp32=True,
+            slots=self._slots,
+        )
+        self.add_parameter(name, spec, self._base_dtype)
+
+    def terms(self) -> LowRank:
+        """Return this rank's low-rank terms in the compute dtype."""
+        dtype = self.mesh.runtime.compute_dtype or self._base_dtype
+        factors = {name: self.local(name).to(dtype) for name in self.specs}
+        return LowRank(scale=self.scale, **factors)
