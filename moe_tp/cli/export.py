@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+from functools import partial
+from pathlib import Path
 
-from moe_tp.checkpoint import HubFolder, NameRules, export_folder
+import torch
+
+from moe_tp.checkpoint import HubFolder, NameRules, SaveReport, export_folder
+from moe_tp.checkpoint.state import is_state
 from moe_tp.cli.options import (
     add_json_argument,
     add_layout_arguments,
@@ -17,13 +22,17 @@ from moe_tp.cli.options import (
 from moe_tp.errors import ConfigError
 from moe_tp.models import ModelConfig
 from moe_tp.models.families import model_types, rules_for
+from moe_tp.parallel.mesh import Mesh
+from moe_tp.train.resume import export_checkpoint
 
 _PER_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder to read")
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="hub folder or training checkpoint"
+    )
     parser.add_argument("out", metavar="OUT", help="folder to write")
     parser.add_argument("--dtype", help="of the weights (default: as they are)")
     parser.add_argument("--max-shard-size", default="5GB", help="of a weight file (default: 5GB)")
@@ -43,6 +52,8 @@ def run(options: argparse.Namespace) -> int:
     """
     dtype = parse_dtype(options.dtype) if options.dtype else None
     mesh = make_mesh(options)
+    if is_state(Path(options.checkpoint)):
+        return _done(options, export_state(options, mesh, dtype))
     with HubFolder(options.checkpoint) as folder:
         rules = rules_out = None
         if folder.config.get("model_type") in model_types() or options.experts is not None:
@@ -59,6 +70,26 @@ def run(options: argparse.Namespace) -> int:
         dtype=dtype,
         max_shard_size=options.max_shard_size,
     )
+    return _done(options, report)
+
+
+def export_state(options: argparse.Namespace, mesh: Mesh, dtype: torch.dtype | None) -> SaveReport:
+    """Return what was written from a training checkpoint.
+
+    Collectives: those of `export_checkpoint`.
+    """
+    form = options.experts
+    return export_checkpoint(
+        Path(options.checkpoint),
+        Path(options.out),
+        mesh,
+        dtype=dtype,
+        max_shard_size=options.max_shard_size,
+        rules=None if form is None else partial(rules_in_form, form=form),
+    )
+
+
+def _done(options: argparse.Namespace, report: SaveReport) -> int:
     say(
         options,
         f"wrote {options.out}: {report.tensors} tensors, {report.nbytes:,} bytes in "

@@ -13,7 +13,6 @@ from moe_tp.cli.options import (
     say,
     write_json,
 )
-from moe_tp.errors import ConfigError
 from moe_tp.train.loop import finetune, summary
 from moe_tp.train.settings import load_config
 
@@ -25,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "settings", nargs="*", metavar="key.sub=value", help="settings that replace the file's"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="go on from a checkpoint (refused: none is written)"
+        "--resume", action="store_true", help="go on from the newest checkpoint of output"
     )
     add_json_argument(parser)
     add_layout_arguments(parser)
@@ -36,11 +35,6 @@ def run(options: argparse.Namespace) -> int:
 
     Collectives: those of `finetune`.
     """
-    if options.resume:
-        raise ConfigError(
-            "--resume needs a training checkpoint, and this version writes only final/; start "
-            "without --resume, with model=OUTPUT/final to train the result of a run further"
-        )
     words = [
         *options.settings,
         *(f"parallel.{name}={degree}" for name, degree in given_degrees(options).items()),
@@ -48,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     ]
     config = load_config(options.config, words)
     mesh = make_mesh(options, layout=config.parallel, runtime=config.runtime)
-    result = finetune(config, mesh, quiet=options.json == "-")
+    result = finetune(config, mesh, quiet=options.json == "-", resume=options.resume)
     if is_first_rank():
         say(options, summary(result))
     write_json(options, result)

@@ -85,6 +85,8 @@ class TrainConfig:
         max_grad_norm: gradients are scaled down to this norm; 0: never.
         residual_dropout: probability, in training only; none: the model's own.
         eval_every: steps between evaluations; 0: only after the last step.
+        save_every: steps between checkpoints; 0: none, except on SIGTERM.
+        keep: newest checkpoints that are kept.
         load_every: steps between lines of expert load in load.jsonl.
         max_bad_steps: steps in a row with a loss or gradient that is not finite, each left out,
             before the run stops.
@@ -112,6 +114,8 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     residual_dropout: float | None = None
     eval_every: int = 0
+    save_every: int = 0
+    keep: int = 2
     load_every: int = 10
     max_bad_steps: int = 5
     probe_tokens: int = 0
@@ -123,9 +127,9 @@ class TrainConfig:
             raise ConfigError(
                 f"train.steps={self.steps} and train.epochs={self.epochs}: give exactly one of them"
             )
-        for name in ("micro_batch", "global_batch", "load_every", "max_bad_steps"):
+        for name in ("micro_batch", "global_batch", "keep", "load_every", "max_bad_steps"):
             _at_least(f"train.{name}", getattr(self, name), 1)
-        for name in ("warmup_steps", "eval_every", "probe_tokens"):
+        for name in ("warmup_steps", "eval_every", "save_every", "probe_tokens"):
             _at_least(f"train.{name}", getattr(self, name), 0)
         if self.steps is not None:
             _at_least("train.steps", self.steps, 1)

@@ -29,6 +29,13 @@ from moe_tp.train.optim import make_optimizer, rate_factor, set_rate
 from moe_tp.train.probe import write_probe
 from moe_tp.train.progress import ProgressLine
 from moe_tp.train.report import write_report
+from moe_tp.train.resume import (
+    any_rank,
+    find_checkpoint,
+    resume_run,
+    save_checkpoint,
+    sigterm_flag,
+)
 from moe_tp.train.rows import Rows
 from moe_tp.train.settings import to_yaml
 from moe_tp.train.step import StepOutput, forward_backward
@@ -37,13 +44,16 @@ FINAL, SETTINGS = "final", "config.yaml"
 _EVAL_CHUNK = 16  # micro-batches of one call of an evaluation
 
 
-def finetune(config: FinetuneConfig, mesh: Mesh, *, quiet: bool = False) -> dict[str, Any]:
+def finetune(
+    config: FinetuneConfig, mesh: Mesh, *, quiet: bool = False, resume: bool = False
+) -> dict[str, Any]:
     """Return what the run came to, having trained and written the output folder; collective.
 
     Args:
         config: the run; `parallel` and `runtime` are those that `mesh` was made of.
         mesh: the mesh.
         quiet: show no progress.
+        resume: go on from the newest complete checkpoint in the output folder, if there is one.
 
     Raises:
         ConfigError: settings do not fit each other or the model.
@@ -54,7 +64,10 @@ def finetune(config: FinetuneConfig, mesh: Mesh, *, quiet: bool = False) -> dict
     """
     config.train.accumulation(mesh.size("dp"))  # refused before anything is allocated
     mesh.agree("the settings of the run", repr(config))
+    checkpoint = find_checkpoint(config, mesh, resume=resume)
     run = Run(config, mesh, quiet=quiet)
+    if checkpoint is not None:
+        run.restore(checkpoint)
     return run.go()
 
 
@@ -101,17 +114,25 @@ class Run:
         self.steps = self._num_steps()
         self.optimizer = make_optimizer(self.model, config.train)
         self.step = self.total_tokens = self.bad_steps = self.bad_in_a_row = 0
+        self.last_loss: float | None = None
+        self.stopped = False
 
     def go(self) -> dict[str, Any]:
         """Return the result of the run, having done all its steps and written its folder."""
         began = time.monotonic()
         metrics, load = (
-            LineWriter(self.output / name if self.first else None) for name in (METRICS, LOAD)
+            LineWriter(self.output / name if self.first else None, keep_below=self.step + 1)
+            for name in (METRICS, LOAD)
         )
         line: dict[str, Any] = {}
-        with ProgressLine(self.steps, shown=not self.quiet) as progress:
+        with (
+            sigterm_flag() as told_to_stop,
+            ProgressLine(self.steps, shown=not self.quiet) as progress,
+        ):
             progress.note(f"{self.config.model} on {self.mesh.layout}: {self.rows.counts}")
-            while self.step < self.steps:
+            if self.step:
+                progress.note(f"resuming after step {self.step}")
+            while self.step < self.steps and not self.stopped:
                 line, counts = self.train_step()
                 line |= self._evaluation_if_due(progress)
                 metrics.write(line)
@@ -119,22 +140,58 @@ class Run:
                     load.write({"step": self.step, **counts})
                 progress.step(line)
                 self._stop_if_hopeless()
+                every = self.config.train.save_every
+                self.stopped = any_rank(told_to_stop(), self.mesh)
+                if self.stopped or (every and self.step % every == 0):
+                    progress.note(f"saved {self.save_checkpoint().name}")
         metrics.close()
         load.close()
         seconds = time.monotonic() - began
-        final = self.save_final()
+        final = None if self.stopped else self.save_final()
         result = {
-            "final": str(final),
+            "final": None if final is None else str(final),
             "steps": self.step,
             "skipped_steps": self.bad_steps,
             "tokens": self.total_tokens,
-            "loss": line.get("loss"),
+            "loss": line.get("loss", self.last_loss),
             "eval_loss": line.get("eval_loss"),
             "unigram_loss": self._unigram_loss(),
             "seconds": round(seconds, 2),
         }
         together(self._write_report, self.mesh.group("world"), self.mesh.device)
         return result
+
+    def save_checkpoint(self) -> Path:
+        """Return the checkpoint written after the step that has just ended; collective."""
+        counters = {
+            "step": self.step,
+            "total_tokens": self.total_tokens,
+            "bad_steps": self.bad_steps,
+            "bad_in_a_row": self.bad_in_a_row,
+            "last_loss": self.last_loss,
+            "stream": self.stream.state(),
+        }
+        return save_checkpoint(
+            self.model,
+            self.optimizer,
+            self.config,
+            counters,
+            residual_dropout=self._own_dropout,
+        )
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint of any layout; collective.
+
+        Random numbers need nothing: all are functions of seed, step and place.
+
+        Raises:
+            CheckpointError: it is torn, or of another model or data; see `resume_run`.
+        """
+        counters = resume_run(checkpoint, self.model, self.optimizer, self.config)
+        self.stream.restore(counters.pop("stream"))
+        for name, value in counters.items():
+            assert hasattr(self, name), name
+            setattr(self, name, value)
 
     def train_step(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the step's line of metrics and its load, having done one optimiser step.
@@ -150,6 +207,7 @@ class Run:
         norm = clip_grad_norm(self.model, train.max_grad_norm or math.inf)
         loss = float(out.loss)
         good = math.isfinite(loss) and math.isfinite(norm)
+        self.last_loss = loss if math.isfinite(loss) else None
         where = None if good else non_finite_parameter(self.model)
         if good:
             self.optimizer.step()
@@ -330,12 +388,13 @@ def non_finite_parameter(model: Decoder) -> str:
 
 def summary(result: Mapping[str, Any]) -> str:
     """Return the result of a run as one sentence."""
-    text = (
-        f"{result['steps']} steps, {result['tokens']:,} tokens in {result['seconds']:.0f} s; "
-        f"loss {result['loss']:.4f}"
-    )
+    text = f"{result['steps']} steps, {result['tokens']:,} tokens in {result['seconds']:.0f} s"
+    if result["loss"] is not None:
+        text += f"; loss {result['loss']:.4f}"
     if result["eval_loss"] is not None:
         text += f", held out {result['eval_loss']:.4f}"
     if result["unigram_loss"] is not None:
         text += f" (a unigram model has {result['unigram_loss']:.4f})"
+    if result["final"] is None:
+        return f"{text}; stopped by SIGTERM after a checkpoint, --resume goes on from it"
     return f"{text}; wrote {result['final']}"

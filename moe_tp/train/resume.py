@@ -1,0 +1,277 @@
+"""Checkpoints of a run: when they are saved, what may go on from them, export of one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_tp.checkpoint.agree import gather_json, together
+from moe_tp.checkpoint.reader import HubFolder
+from moe_tp.checkpoint.rules import NameRules
+from moe_tp.checkpoint.state import (
+    keep_states,
+    list_states,
+    load_state,
+    newest_state,
+    open_state,
+    save_state,
+    state_folder,
+)
+from moe_tp.checkpoint.writer import SaveReport, save_hub
+from moe_tp.errors import CheckpointError, ConfigError
+from moe_tp.log import get_logger
+from moe_tp.models import ModelConfig
+from moe_tp.models.decoder import Decoder
+from moe_tp.models.families import rules_for
+from moe_tp.models.load import allocate
+from moe_tp.parallel.collectives import raw_all_reduce
+from moe_tp.parallel.mesh import Mesh
+from moe_tp.train.config import FinetuneConfig
+from moe_tp.train.settings import to_mapping
+
+# What a run must not change when it goes on: data order, schedule and moments mean something else
+# then. Everything else (layout, runtime, rates, files' places) may change and is said in a warning.
+_FIXED = (
+    "seed",
+    "data.train",
+    "data.format",
+    "data.columns",
+    "data.seq_len",
+    "data.packing",
+    "data.long",
+    "data.loss",
+    "data.chat_template",
+    "data.tokenizer",
+    "data.add_eos",
+    "data.shuffle",
+    "train.optimizer",
+    "train.global_batch",
+)
+_FREE = ("parallel.", "runtime.", "output", "data.eval")
+
+_log = get_logger(__name__)
+
+
+def save_checkpoint(
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    config: FinetuneConfig,
+    counters: Mapping[str, Any],
+    *,
+    residual_dropout: float,
+) -> Path:
+    """Return the checkpoint of the step that has just ended; collective and synchronous.
+
+    Args:
+        model, optimizer: after the step.
+        config: of the run; names the output folder.
+        counters: JSON that `resume_run` returns; `step` names the folder.
+        residual_dropout: the model's own, which is no setting of the run.
+
+    Raises:
+        CheckpointError: it could not be written; older checkpoints are untouched.
+
+    Collectives: those of `save_state` and an agreement over the world.
+    """
+    mesh, output = model.mesh, Path(config.output)
+    path = state_folder(output, counters["step"])
+    hub = dataclasses.replace(model.config, residual_dropout=residual_dropout).to_hub()
+    facts = {
+        "counters": dict(counters),
+        "settings": to_mapping(config),
+        "model": {
+            "config": hub,
+            "source": None if model.source is None else os.path.abspath(model.source),
+            "hub_names": sorted(model.name_rules.hub_shapes()),
+            "dtype": str(mesh.runtime.master_dtype or torch.float32).removeprefix("torch."),
+        },
+    }
+    size = config.train.max_shard_size
+    tied = model.name_rules.tied
+    save_state(model, optimizer, path, facts, tied=tied, max_shard_size=size)
+
+    def prune() -> None:
+        if mesh.rank == 0:
+            keep_states(output, config.train.keep)
+
+    together(prune, mesh.group("world"), mesh.device)
+    return path
+
+
+def find_checkpoint(config: FinetuneConfig, mesh: Mesh, *, resume: bool) -> Path | None:
+    """Return the checkpoint to go on from, None to begin at step 0; equal on all ranks.
+
+    Args:
+        config: its output folder is looked at.
+        mesh: the mesh.
+        resume: go on from the newest complete one.
+
+    Raises:
+        CheckpointError: not `resume`, and an earlier run's checkpoints lie there, which a later
+            resume could take for this run's; or all of them are torn.
+
+    Collectives: an agreement and an exchange over the world.
+    """
+    output, world = Path(config.output), mesh.group("world")
+
+    def look() -> str | None:
+        if mesh.rank:
+            return None
+        old = list_states(output)
+        if not resume and old:
+            raise ConfigError(
+                f"output={config.output} holds {old[0].name} of an earlier run; add --resume to "
+                f"go on from it, or choose another output"
+            )
+        found = newest_state(output) if resume else None
+        if resume and found is None:
+            _log.warning("--resume: no checkpoint in %s; starting at step 0", output)
+        return None if found is None else str(found)
+
+    found = gather_json(together(look, world, mesh.device), world, mesh.device)[0]
+    return None if found is None else Path(found)
+
+
+def resume_run(
+    path: Path, model: Decoder, optimizer: torch.optim.Optimizer, config: FinetuneConfig
+) -> dict[str, Any]:
+    """Return the counters of a checkpoint, having filled model and optimiser; collective.
+
+    Raises:
+        CheckpointError: it is torn or of another model; the settings differ where they must not.
+
+    Collectives: those of `load_state`, and an agreement before.
+    """
+    mesh = model.mesh
+
+    def compare() -> None:
+        with open_state(path) as folder:
+            facts = folder.config["facts"]
+        _check_settings(path, facts["settings"], to_mapping(config))
+        mine, saved = model.config, ModelConfig.from_hub(facts["model"]["config"])
+        same = dataclasses.replace(saved, residual_dropout=mine.residual_dropout)
+        if same != mine:
+            raise ConfigError(
+                f"{path}: is of another model than model={config.model}; resume with the model "
+                f"folder it was started with ({facts['model']['source']})"
+            )
+
+    together(compare, mesh.group("world"), mesh.device)
+    facts = load_state(model, optimizer, path, tied=model.name_rules.tied)
+    counters: dict[str, Any] = facts["counters"]
+    return counters
+
+
+def _check_settings(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse what must not change, and say what else has."""
+    before, after = dict(_flat(saved)), dict(_flat(now))
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    for name in changed:
+        was, new = before.get(name), after.get(name)
+        if name in _FIXED:
+            raise ConfigError(
+                f"{path}: was saved with {name}={was!r}, and this run has {new!r}; resume with "
+                f"the old value, or start a new run from an export of the checkpoint"
+            )
+        if not name.startswith(_FREE):
+            _log.warning("resuming with %s=%r, which was %r", name, new, was)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and name != "data.columns":
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value
+
+
+@contextmanager
+def sigterm_flag() -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether SIGTERM has come; the process goes on until it asks.
+
+    Outside the main thread, where no handler can be set, it always says no.
+    """
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def any_rank(flag: bool, mesh: Mesh) -> bool:
+    """Return whether the flag is set on any rank.
+
+    Collectives: all-reduce of one integer over the world.
+    """
+    mine = torch.tensor([int(flag)], dtype=torch.int32, device=mesh.device)
+    return bool(int(raw_all_reduce(mine, mesh.group("world"), "max")))
+
+
+def export_checkpoint(
+    path: Path,
+    target: Path,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    rules: Callable[[ModelConfig], NameRules] | None = None,
+) -> SaveReport:
+    """Return what was written to make `target` a hub folder of a checkpoint's weights; collective.
+
+    Tokenizer files and tensors that the model does not use come from the folder that the run was
+    started from.
+
+    Args:
+        path: the checkpoint.
+        target: the folder to write.
+        mesh: the ranks that share the work, in any layout.
+        dtype: of the weights; None: as in the folder that the run was started from.
+        max_shard_size: bytes a weight file.
+        rules: name rules of another form of the experts; None: the form it was read in.
+
+    Raises:
+        CheckpointError: the checkpoint is torn, or its source folder is gone.
+
+    Collectives: those of `load_state` and `save_hub`.
+    """
+
+    def read() -> dict[str, Any]:
+        with open_state(path) as folder:
+            about: dict[str, Any] = folder.config["facts"]["model"]
+        if about["source"] is not None:
+            try:
+                HubFolder(about["source"]).close()
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{path}: tokenizer files and unused tensors come from the folder that the "
+                    f"run was started from, which cannot be read: {error}"
+                ) from error
+        return about
+
+    about = together(read, mesh.group("world"), mesh.device)
+    config = ModelConfig.from_hub(about["config"])
+    model = allocate(config, mesh, getattr(torch, about["dtype"]))
+    model.name_rules = rules_for(config, about["hub_names"])
+    load_state(model, None, path, tied=model.name_rules.tied)
+    return save_hub(
+        model,
+        target,
+        model.name_rules if rules is None else rules(config),
+        model.hub_config,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        carry_from=about["source"],
+    )
