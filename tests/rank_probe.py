@@ -37,7 +37,9 @@ def run(options: argparse.Namespace) -> int:
         if options.how == "exit":
             print("the last words", file=sys.stderr, flush=True)
             os._exit(7)
-    if options.how == "hang":
+        if options.how == "beside-sleepers":
+            raise ConfigError("rank 0 gave up")
+    if options.how in ("hang", "beside-sleepers"):
         time.sleep(60)
     if dist.is_initialized():
         dist.barrier()

@@ -63,6 +63,14 @@ def test_a_rank_that_exits_is_named_with_its_last_words(capfd: pytest.CaptureFix
     assert err == "moe-tp: rank 1: error: died with exit code 7; its last words: the last words\n"
 
 
+def test_ranks_that_hang_are_ended_when_one_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    """F1: a rank that waits for nobody does not hold up the end of the run."""
+    start = time.monotonic()
+    code, _, err = _launch(capfd, "beside-sleepers")
+    assert (code, err) == (2, "moe-tp: rank 0: error: rank 0 gave up\n")
+    assert time.monotonic() - start < 50  # the sleeper sleeps 60 s
+
+
 def test_a_failed_check_is_no_failure_of_a_rank(capfd: pytest.CaptureFixture[str]) -> None:
     code, out, err = _launch(capfd, "unequal")
     assert (code, err) == (1, "")
