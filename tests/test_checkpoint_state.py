@@ -282,6 +282,17 @@ def test_each_expert_and_its_moments_are_there_once(tmp_path: Path) -> None:
     run_ranks(load_numbered, 4, {"tp": 4, "ep": 2, "etp": 2}, tmp_path / "checkpoint-7")
 
 
+def test_large_tensors_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer smaller than a tensor."""
+    model, optimizer = tiny({}, 4, seed=1)
+    save_state(model, optimizer, tmp_path / "checkpoint-1", {})
+    monkeypatch.setattr("moe_tp.checkpoint.state.BUFFER", 256)
+    again, optimizer = tiny({}, 4, seed=2)
+    load_state(again, optimizer, tmp_path / "checkpoint-1")
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(to_local(one), to_local(other))
+
+
 def test_the_correction_bias_keeps_its_bits(tmp_path: Path) -> None:
     """C48: fp32 beside bf16 weights, through save and load."""
     values = torch.tensor([10.16, 10.17, 10.18, 10.20])
@@ -349,6 +360,39 @@ def test_a_killed_save_leaves_the_older_checkpoint(tmp_path: Path, after: float)
     assert names == ["checkpoint-1", "checkpoint-2"]
 
 
+def die_in_step(tree: dict[str, Any], after: int) -> None:
+    """A run of which the last rank is killed between backward and update of a step."""
+    training = Run(*make_run(tree), quiet=True)
+    checkpoint = newest_state(training.output)
+    if checkpoint is not None:
+        training.restore(checkpoint)
+    update = training.optimizer.step
+    last = training.mesh.rank == training.mesh.group("world").size - 1
+
+    def step(*args: Any) -> None:
+        if last and training.step == after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        update(*args)
+
+    training.optimizer.step = step  # type: ignore[assignment, method-assign]
+    training.go()
+
+
+def test_a_killed_rank_costs_no_more_than_the_steps_since(
+    root: Path, whole_runs: dict[str, Path]
+) -> None:
+    """K4, K5: killed twice, in different layouts, then finished by one process."""
+    tree = settings(root, "killed", save_every=1)
+    for layout, after in (({"tp": 2}, 2), ({"dp": 2, "ep": 2, "zero": 1}, 4)):
+        report = run_crash(die_in_step, 2, {**tree, "parallel": layout}, after)
+        assert report.exit_codes[1] == -signal.SIGKILL, report.stderr
+        newest = newest_state(root / "killed")
+        assert newest == state_folder(root / "killed", after)
+    run(tree, resume=True)
+    for found, expected in zip(curve(root / "killed"), curve(whole_runs["mixtral"]), strict=True):
+        assert np.allclose(found, expected, rtol=0, atol=1e-9), (found, expected)
+
+
 def test_what_would_go_on_wrongly_is_refused(root: Path, whole_runs: dict[str, Path]) -> None:
     """K4: other data, order, optimiser or model; a new run over an old one's checkpoints."""
     output = stopped_at_3(whole_runs["mixtral"], root / "refused")
@@ -372,6 +416,7 @@ def test_what_would_go_on_wrongly_is_refused(root: Path, whole_runs: dict[str, P
         lines = (root / "train.jsonl").read_text().splitlines()
         (root / "train.jsonl").write_text("\n".join(lines[:-1]))
     assert [path.name for path in list_states(output)] == ["checkpoint-3"]
+    assert not (output / "config.yaml").exists()
 
 
 def test_a_checkpoint_becomes_a_hub_folder(root: Path, whole_runs: dict[str, Path]) -> None:

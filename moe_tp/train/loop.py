@@ -68,6 +68,7 @@ def finetune(
     run = Run(config, mesh, quiet=quiet)
     if checkpoint is not None:
         run.restore(checkpoint)
+    together(run.write_settings, mesh.group("world"), mesh.device)
     return run.go()
 
 
@@ -290,6 +291,10 @@ class Run:
     def _open_output(self) -> None:
         if self.first:
             self.output.mkdir(parents=True, exist_ok=True)
+
+    def write_settings(self) -> None:
+        """Write the resolved settings, which a resume that is refused must leave as they were."""
+        if self.first:
             (self.output / SETTINGS).write_text(to_yaml(self.config), encoding="utf-8")
 
     def _write_report(self) -> None:
