@@ -17,7 +17,8 @@ from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.gradients import settle_gradients
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import full_logical, named_specs, to_local
+from moe_tp.parallel.parameter import full_logical, local_index, named_specs, to_local
+from moe_tp.parallel.random import fill_normal, key_of
 from moe_tp.testing import run_ranks
 from moe_tp.train import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter
 from moe_tp.train.lora import adapters
@@ -43,9 +44,6 @@ def adapted(layout: Layout, case: str = "mixtral", **changes: Any) -> Decoder:
 
 
 def randomise(model: Decoder) -> None:
-    from moe_tp.parallel.parameter import local_index
-    from moe_tp.parallel.random import fill_normal, key_of
-
     for f in adapters(model):
         param, spec = f.adapter.get_parameter(f.b), f.adapter.specs[f.b]
         key = key_of("test", f.fqn)
@@ -83,7 +81,7 @@ def run_step(layout: Layout, case: str, changes: dict[str, Any]) -> dict[str, An
     settle_gradients(model)
     grads = gather(model, "grad")
     copies = {
-        e.fqn: to_local(e.param.grad).sum().item()
+        e.fqn: to_local(e.param.grad)
         for e in named_specs(model)
         if e.param.grad is not None and not e.spec.shards
     }
@@ -104,7 +102,9 @@ def run_step(layout: Layout, case: str, changes: dict[str, Any]) -> dict[str, An
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-9) -> bool:
-    return float((got - want).detach().abs().max()) <= tolerance * max(1.0, float(want.abs().max()))
+    return float((got - want).detach().abs().max()) <= tolerance * max(
+        1.0, float(want.detach().abs().max())
+    )
 
 
 def alone(case: str = "mixtral", **changes: Any) -> dict[str, Any]:
@@ -160,7 +160,10 @@ def test_layouts(name: str) -> None:
     one = _ALONE.setdefault(case, {}) or alone(case)
     _ALONE[case] = one
     seen: set[str] = set()
+    copies: dict[str, torch.Tensor] = {}
     for got in run_ranks(run_step, world, layout, case, {}):
+        for fqn, copy in got["copies"].items():
+            assert torch.equal(copies.setdefault(fqn, copy), copy), fqn
         assert got["loss"] == pytest.approx(one["loss"], rel=1e-9)
         if got["logits"] is not None:
             assert close(got["logits"], one["logits"])
@@ -171,4 +174,236 @@ def test_layouts(name: str) -> None:
             assert torch.equal(weight, one["weights"][fqn]), fqn
         seen |= got["grads"].keys()
     assert seen == one["grads"].keys()
-    assert seen and all(".low_rank." in fqn or ".adapter." in fqn for fqn in seen)
+    assert seen
+    assert all(".low_rank." in fqn or ".adapter." in fqn for fqn in seen)
+
+
+# --- C55 ----------------------------------------------------------------------------------------
+
+
+def test_expert_order_of_peft() -> None:
+    """C55 a): expert slowest in lora_A, fastest in lora_B."""
+    a, b = unpack_experts(torch.ones(4, 1), torch.tensor([[1.0, 2.0, 3.0, 4.0]]), 2)
+    assert (b @ a).flatten().tolist() == [4.0, 6.0]
+    for got, want in zip(pack_experts(a, b), ([[1.0]] * 4, [[1.0, 2.0, 3.0, 4.0]]), strict=True):
+        assert got.tolist() == want
+
+
+NARROW = {
+    "model_type": "mixtral",
+    "vocab_size": 61,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.5,
+}
+
+
+@pytest.mark.parametrize("hidden", [4, 8], ids=["2F=H", "F=H"])
+def test_trained_merged_and_reloaded_agree(hidden: int, tmp_path: Path) -> None:
+    """C55 b): two steps; unmerged, merged, exported and reloaded agree; every expert has moved."""
+
+    def fresh() -> Decoder:
+        config = ModelConfig.from_hub({**NARROW, "intermediate_size": hidden})
+        return build(config, Mesh.single(), seed=3)
+
+    model = fresh()
+    apply_lora(model, LoRAConfig(rank=2, alpha=4.0))
+    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        forward_backward(model, batches(None))
+        settle_gradients(model)
+        optimiser.step()
+        optimiser.zero_grad()
+    ids = batches(None, 1)[0]["input_ids"]
+    model.eval()
+    unmerged = model(ids).logits
+    save_adapter(model, tmp_path / "adapter")
+    merge_lora(model)
+    assert close(model(ids).logits, unmerged, 1e-5)
+    save_pretrained(model, tmp_path / "merged")
+    assert close(from_pretrained(tmp_path / "merged", Mesh.single())(ids).logits, unmerged, 1e-5)
+    other = fresh()
+    load_adapter(other, tmp_path / "adapter")
+    assert close(other(ids).logits, unmerged, 1e-5)
+    moved, base = gather(model, "value"), gather(fresh(), "value")
+    for fqn in (f for f in base if "moe.experts" in f):
+        assert (moved[fqn] != base[fqn]).flatten(1).any(1).all(), fqn
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (("attenton",), "did you mean 'attention'"),
+        (("attention", "*.nothing"), r"\['\*.nothing'\] match nothing"),
+        (("shared_experts",), "match nothing in this model"),
+        (("lm_head",), "model.layers.\\*.self_attn.q_proj"),
+        (("w1",), "adapted together"),
+        ((), "empty"),
+    ],
+)
+def test_target_that_names_nothing(targets: tuple[str, ...], said: str) -> None:
+    """C55 d): an error that lists what exists."""
+    with pytest.raises(ConfigError, match=said):
+        apply_lora(make({}), LoRAConfig(rank=2, alpha=2.0, targets=targets))
+
+
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        (("all-linear",), {"q", "k", "v", "o", "gate_up", "down"}),
+        (("*",), {"q", "k", "v", "o", "gate_up", "down"}),
+        (("router",), {"router"}),
+        (("block_sparse_moe.gate", "q_proj"), {"router", "q"}),
+        (("model.layers.1.self_attn.[qk]_proj",), {"q", "k"}),
+        (("experts.*",), {"gate_up", "down"}),
+    ],
+)
+def test_patterns(targets: tuple[str, ...], names: set[str]) -> None:
+    """C55 d): the router is adapted only if named; all else that is not adapted is frozen."""
+    model = make({})
+    apply_lora(model, LoRAConfig(rank=2, alpha=2.0, targets=targets))
+    found = [f.fqn.removesuffix(".weight").rsplit(".", 1)[-1] for f in adapters(model)]
+    assert set(found) == names
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 2 * len(found)
+    assert all(".low_rank." in n or ".adapter." in n for n in trained)
+
+
+# --- folders ------------------------------------------------------------------------------------
+
+
+def save_from(layout: Layout, case: str, path: str) -> None:
+    save_adapter(adapted(layout, case), path)
+
+
+def load_into(layout: Layout, case: str, path: str) -> dict[str, torch.Tensor]:
+    model = make(layout, case)
+    load_adapter(model, path)
+    return {f.fqn + n: t for f in adapters(model) for n, t in zip("ab", f.whole(), strict=True)}
+
+
+def test_folder_is_the_same_from_every_layout(tmp_path: Path) -> None:
+    """K4 for adapters: the same bytes from 4 ranks as from one, read back on another layout."""
+    run_ranks(save_from, 1, {}, "mixtral", str(tmp_path / "one"))
+    layout = {"pp": 2, "tp": 2, "ep": 2}
+    run_ranks(save_from, 4, layout, "mixtral", str(tmp_path / "four"))
+    one, four = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("one", "four"))
+    assert one.keys() == four.keys()
+    assert all(torch.equal(one[n], four[n]) for n in one)
+    want = {
+        f.fqn + n: t for f in adapters(adapted({})) for n, t in zip("ab", f.whole(), strict=True)
+    }
+    for got in run_ranks(load_into, 2, {"tp": 2, "etp": 2}, "mixtral", str(tmp_path / "four")):
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[n], want[n]) for n in want)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "granitemoe", "deepseek_v3"])
+def test_peft_reads_it(case: str, tmp_path: Path) -> None:
+    """G4: PEFT's logits on transformers' model are ours; experts joined and interleaved."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    save_pretrained(make({}, case, torch.float32), tmp_path / "model")
+    model = from_pretrained(tmp_path / "model", Mesh.single()).eval()
+    apply_lora(model, LoRAConfig(rank=3, alpha=5.0, targets=("attention", "experts", "router")))
+    randomise(model)
+    ids = batches(None, 1)[0]["input_ids"]
+    save_adapter(model, tmp_path / "adapter")
+    hub = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    with torch.no_grad():
+        base = hub(ids).logits
+        theirs = peft.PeftModel.from_pretrained(hub, tmp_path / "adapter").eval()(ids).logits
+        ours = model(ids).logits
+    assert close(ours, theirs, 1e-5)
+    assert not close(ours, base, 1e-2)
+
+
+def test_folder_that_does_not_fit(tmp_path: Path) -> None:
+    """Every misfit is named."""
+    with pytest.raises(CheckpointError, match=r"lacks adapter_config.json"):
+        load_adapter(make({}), tmp_path)
+    save_adapter(adapted({}), tmp_path)
+    with pytest.raises(ConfigError, match="rank=2"):
+        load_adapter(adapted({}, rank=2), tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "base_model.model.lm_head.lora_A.weight": torch.ones(1)}, file)
+    with pytest.raises(CheckpointError, match="lm_head"):
+        load_adapter(make({}), tmp_path)
+    del tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"]
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"lacks .*q_proj.lora_B"):
+        load_adapter(make({}), tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    with pytest.raises(CheckpointError, match="use_dora"):
+        load_adapter(make({}), tmp_path)
+
+
+# --- the rest -----------------------------------------------------------------------------------
+
+
+def dropped(layout: Layout) -> dict[str, Any]:
+    targets = ("attention", "shared_experts")
+    model = adapted(layout, "deepseek_v3", targets=targets, dropout=0.3)
+    model.train()
+    out = forward_backward(model, batches(model.mesh, 1), step=4)
+    settle_gradients(model)
+    return {"loss": float(out.loss), "grads": gather(model, "grad")}
+
+
+def test_dropout_follows_the_token() -> None:
+    """G5: the masks of one process on every layout, and none in evaluation."""
+    one = run_ranks(dropped, 1, {})[0]
+    plain = alone("deepseek_v3", targets=("attention", "shared_experts"))
+    assert abs(one["loss"] - plain["loss"]) > 1e-6
+    for got in run_ranks(dropped, 4, {"dp": 2, "tp": 2}):
+        assert got["loss"] == pytest.approx(one["loss"], rel=1e-9)
+        assert got["grads"].keys() == one["grads"].keys()
+        assert all(close(got["grads"][n], one["grads"][n]) for n in one["grads"])
+
+
+def test_a_stage_without_adapters_still_passes_gradients() -> None:
+    """Adapters in the last layer only: the first stage has nothing to train and does not hang."""
+    changes = {"targets": ("model.layers.1.self_attn.*",)}
+    one = alone(**changes)
+    grads: dict[str, torch.Tensor] = {}
+    for got in run_ranks(run_step, 2, {"pp": 2}, "mixtral", changes):
+        grads |= got["grads"]
+    assert grads.keys() == one["grads"].keys()
+    assert all(close(grads[n], one["grads"][n]) for n in grads)
+
+
+def test_refusals() -> None:
+    """What is not defined is refused, with the way out."""
+    with pytest.raises(ConfigError, match="not defined for experts"):
+        apply_lora(make({}), LoRAConfig(rank=2, alpha=2.0, dropout=0.1))
+    with pytest.raises(ConfigError, match="has adapters already"):
+        apply_lora(adapted({}), LoRAConfig(rank=2, alpha=2.0))
+    for call in (merge_lora, lambda model: save_adapter(model, "nowhere")):
+        with pytest.raises(ConfigError, match="has no adapters"):
+            call(make({}))
+    with pytest.raises(ConfigError, match="not Linear"):
+        apply_lora(torch.nn.Linear(2, 2), LoRAConfig(rank=2, alpha=2.0))
+    for bad in ({"rank": 0}, {"alpha": 0.0}, {"dropout": 1.0}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            LoRAConfig(**{"rank": 2, "alpha": 2.0, **bad})
+
+
+def test_bf16_weights_keep_fp32_adapters() -> None:
+    """Adapters are never below fp32; the weight is rounded once, after the sum."""
+    model = adapted({}, dtype=torch.bfloat16)
+    assert {f.adapter.get_parameter(f.a).dtype for f in adapters(model)} == {torch.float32}
+    out = forward_backward(model, batches(None))
+    settle_gradients(model)
+    assert torch.isfinite(out.loss)
+    first = next(adapters(model))
+    a, b = first.whole()
+    before = to_local(first.base.get_parameter(first.name)).clone()
+    merge_lora(model)
+    want = (before.double() + (b.double() @ a.double()) * (5.0 / 3.0)).bfloat16()
+    got = to_local(first.base.get_parameter(first.name))
+    assert (got == want).float().mean() > 0.99

@@ -41,9 +41,9 @@ def choose_parameters(rules: NameRules, targets: Sequence[str]) -> list[str]:
     """Return the names of all parameters of the model that the targets name.
 
     A target is a group (`attention`, `experts`, `shared_experts`, `router`), `all-linear` (every
-    group but the router), a pattern over hub names: a whole name, its last parts (`q_proj`), or
-    either with `*` and `?`; or this library's name of one parameter. The router is adapted only where `router`, or a pattern whose last part
-    has no wildcard, names it.
+    group but the router), a pattern over hub names (a whole name, its last parts such as `q_proj`,
+    or either with `*` and `?`), or this library's name of one parameter. The router is adapted only
+    where `router`, or a pattern whose last part has no wildcard, names it.
 
     Args:
         rules: name rules of the whole model.
