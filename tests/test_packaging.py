@@ -19,6 +19,7 @@ from moe_tp import ParallelLayout, Runtime, Mesh, MoE, forward_backward, settle_
 from moe_tp import clip_grad_norm, parameter_groups, update_router_bias, count_targets
 from moe_tp.routing import RouterConfig, Assignment, route, load_balance_loss, z_loss, update_bias
 from moe_tp.models import ModelConfig, build, from_pretrained, save_pretrained
+from moe_tp.train import LoRAConfig, apply_lora, merge_lora, save_adapter, load_adapter
 from moe_tp.checkpoint import gather_named
 from moe_tp.testing import run_ranks
 """
