@@ -96,6 +96,12 @@ class MoE(nn.Module):
         super().__init__()
         if gradient not in ("sum", "mean"):
             raise ConfigError(f"gradient={gradient!r} is not a convention; choose 'sum' or 'mean'")
+        if router.balance_exact and router.balance_coef:
+            raise ConfigError(
+                "balance_exact=True needs a counting pass over the whole step, which this layer "
+                "does not run yet; choose balance_exact=False (counts of the step so far), or "
+                "balance_kind='micro_batch'"
+            )
         self.dim, self.mesh, self.config, self.layer = dim, mesh, router, layer
         act = activation_of(activation) if isinstance(activation, str) else activation
         self.table = table or ExpertTable(router.num_experts, mesh.size("ep"))
