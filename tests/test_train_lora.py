@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from model_cases import hub_config
 from safetensors.torch import load_file, save_file
 
-from moe_tp.errors import CheckpointError, ConfigError
+from moe_tp.errors import CheckpointError, ConfigError, MoeTpError
 from moe_tp.models import ModelConfig, build, from_pretrained, save_pretrained
 from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.gradients import settle_gradients
@@ -21,8 +22,12 @@ from moe_tp.parallel.parameter import full_logical, local_index, named_specs, to
 from moe_tp.parallel.random import fill_normal, key_of
 from moe_tp.testing import run_ranks
 from moe_tp.train import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter
+from moe_tp.train.config import FinetuneConfig
+from moe_tp.train.loop import finetune
 from moe_tp.train.lora import adapters
 from moe_tp.train.lora_io import pack_experts, unpack_experts
+from moe_tp.train.resume import export_checkpoint
+from moe_tp.train.settings import from_mapping
 from moe_tp.train.step import forward_backward
 
 Layout = dict[str, Any]
@@ -407,3 +412,48 @@ def test_bf16_weights_keep_fp32_adapters() -> None:
     want = (before.double() + (b.double() @ a.double()) * (5.0 / 3.0)).bfloat16()
     got = to_local(first.base.get_parameter(first.name))
     assert (got == want).float().mean() > 0.99
+
+
+def tune(tree: dict[str, Any], resume: bool) -> dict[str, Any]:
+    config = from_mapping(FinetuneConfig, tree, "test")
+    return finetune(config, Mesh(config.parallel), quiet=True, resume=resume)
+
+
+def export(path: Path, target: Path) -> None:
+    export_checkpoint(path, target, Mesh(ParallelLayout()))
+
+
+def test_run_resumed_and_exported(tmp_path: Path) -> None:
+    """K4: a run goes on from a checkpoint with its adapters, on another layout; export merges."""
+    model = make({}, dtype=torch.float32)
+    save_pretrained(model, tmp_path / "model")
+    lines = [json.dumps({"input_ids": [(i * k) % 61 for k in range(1, 12)]}) for i in range(1, 13)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    tree: dict[str, Any] = {
+        "model": str(tmp_path / "model"),
+        "output": str(tmp_path / "run"),
+        "data": {"train": str(tmp_path / "data.jsonl"), "seq_len": 12},
+        "train": {"steps": 4, "global_batch": 4, "lr": 1e-2, "save_every": 2, "eps": 1e-6},
+        "lora": {"rank": 2, "alpha": 4, "targets": ["attention", "experts"]},
+    }
+    first = run_ranks(tune, 1, tree, False)[0]
+    final = load_file(next((tmp_path / "run" / "final").glob("*.safetensors")))
+    run_ranks(export, 1, tmp_path / "run" / "checkpoint-4", tmp_path / "export")
+    exported = load_file(next((tmp_path / "export").glob("*.safetensors")))
+    assert all(torch.equal(exported[n], final[n]) for n in final)
+    start = load_file(next((tmp_path / "model").glob("*.safetensors")))
+    moved = {n for n in final if not torch.equal(final[n], start[n])}
+    assert moved == {n for n in final if "self_attn" in n or ".experts." in n}
+    other = from_pretrained(tmp_path / "model", Mesh.single())
+    load_adapter(other, tmp_path / "run" / "adapter")
+    merge_lora(other)
+    ids = batches(None, 1)[0]["input_ids"]
+    want = from_pretrained(tmp_path / "run" / "final", Mesh.single())(ids).logits
+    assert torch.equal(other(ids).logits, want)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    tree["parallel"] = {"tp": 2}
+    for again in run_ranks(tune, 2, tree, True):
+        assert again["loss"] == pytest.approx(first["loss"], rel=1e-5)
+    tree["lora"]["alpha"] = 8
+    with pytest.raises(MoeTpError, match=r"lora.alpha"):
+        run_ranks(tune, 1, tree | {"parallel": {}}, True)

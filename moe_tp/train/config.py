@@ -10,6 +10,7 @@ import torch
 
 from moe_tp.errors import ConfigError
 from moe_tp.parallel.layout import ParallelLayout, Runtime
+from moe_tp.train.lora import LoRAConfig
 
 Format = Literal["auto", "text", "messages", "prompt", "alpaca", "sharegpt", "tokens"]
 LongDocuments = Literal["auto", "split", "truncate", "drop"]
@@ -166,6 +167,9 @@ class FinetuneConfig:
         output: folder that gets metrics, report, checkpoints and final/.
         data: what is learned from.
         train: how it is learned.
+        lora: adapters, trained instead of the weights; none: all weights are trained. They are
+            written to adapter/ (a PEFT folder) and merged into final/. Frozen weights may lie in
+            bf16 (runtime.master_dtype); adapters stay in fp32.
         parallel: the layout.
         runtime: how the layout is run.
         seed: of the data order and of dropout.
@@ -175,6 +179,7 @@ class FinetuneConfig:
     output: str
     data: DataConfig
     train: TrainConfig
+    lora: LoRAConfig | None = None
     parallel: ParallelLayout = field(default_factory=ParallelLayout)
     runtime: Runtime = field(default_factory=Runtime)
     seed: int = 0

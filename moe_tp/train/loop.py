@@ -24,6 +24,8 @@ from moe_tp.parallel.parameter import named_specs, to_local
 from moe_tp.train.baseline import unigram_loss
 from moe_tp.train.config import FinetuneConfig
 from moe_tp.train.data import Batch, DataStream, evaluation_batches, load_rows
+from moe_tp.train.lora import apply_lora, merge_lora
+from moe_tp.train.lora_io import save_adapter
 from moe_tp.train.metrics import LOAD, METRICS, LineWriter, load_summary
 from moe_tp.train.optim import make_optimizer, rate_factor, set_rate
 from moe_tp.train.probe import write_probe
@@ -40,7 +42,7 @@ from moe_tp.train.rows import Rows
 from moe_tp.train.settings import to_yaml
 from moe_tp.train.step import StepOutput, forward_backward
 
-FINAL, SETTINGS = "final", "config.yaml"
+FINAL, ADAPTER, SETTINGS = "final", "adapter", "config.yaml"
 _EVAL_CHUNK = 16  # micro-batches of one call of an evaluation
 
 
@@ -101,6 +103,8 @@ class Run:
         self._own_dropout = self.model.config.residual_dropout
         if config.train.residual_dropout is not None:
             set_residual_dropout(self.model, config.train.residual_dropout)
+        if config.lora is not None:
+            apply_lora(self.model, config.lora)
         self.rows = self._load(config.data.train)
         self.held_out = self._load(config.data.eval) if config.data.eval else None
         self.stream = DataStream(
@@ -257,6 +261,9 @@ class Run:
         """
         final, train = self.output / FINAL, self.config.train
         set_residual_dropout(self.model, self._own_dropout)  # a setting of the run, not the model
+        if self.config.lora is not None:
+            save_adapter(self.model, self.output / ADAPTER)
+            merge_lora(self.model)
         save_pretrained(
             self.model, final, dtype=train.save_dtype, max_shard_size=train.max_shard_size
         )

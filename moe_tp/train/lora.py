@@ -155,9 +155,6 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> None:
     for block in decoder.blocks:
         here = {fqn for fqn in wanted if layer_of(fqn) == block.layer}
         _adapt(decoder, block, here, config, state)
-    if decoder.mesh.size("pp") > 1 and decoder.embed is not None:
-        # a pipeline stage sends a gradient to the one before it, adapters or not
-        state.hooks.append(decoder.embed.register_forward_hook(_wants_gradient))
     decoder.__dict__[_STATE] = state
     for factors in adapters(decoder):
         for name in (factors.a, factors.b):
@@ -196,11 +193,6 @@ def _pass_call(linear: list[LinearLowRank], block: nn.Module, args: tuple[Any, .
     """Tell the adapters of a block which tokens it is about to see."""
     for adapter in linear:
         adapter.call = args[1]
-
-
-def _wants_gradient(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-    if out.is_leaf and torch.is_grad_enabled():
-        out.requires_grad_(True)
 
 
 def _fill(factors: Factors, name: str, seed: int) -> None:

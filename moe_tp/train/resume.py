@@ -35,7 +35,8 @@ from moe_tp.models.load import allocate
 from moe_tp.parallel.collectives import raw_all_reduce
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.train.config import FinetuneConfig
-from moe_tp.train.settings import to_mapping
+from moe_tp.train.lora import LoRAConfig, apply_lora, merge_lora
+from moe_tp.train.settings import from_mapping, to_mapping
 
 # What a run must not change when it goes on: data order, schedule and moments mean something else
 # then. Everything else (layout, runtime, rates, files' places) may change and is said in a warning.
@@ -54,6 +55,10 @@ _FIXED = (
     "data.shuffle",
     "train.optimizer",
     "train.global_batch",
+    "lora",
+    "lora.rank",
+    "lora.alpha",
+    "lora.targets",
 )
 _FREE = ("parallel.", "runtime.", "output", "data.eval")
 
@@ -231,6 +236,8 @@ def export_checkpoint(
 ) -> SaveReport:
     """Return what was written to make `target` a hub folder of a checkpoint's weights; collective.
 
+    Adapters are merged.
+
     Tokenizer files and tensors that the model does not use come from the folder that the run was
     started from.
 
@@ -250,7 +257,8 @@ def export_checkpoint(
 
     def read() -> dict[str, Any]:
         with open_state(path) as folder:
-            about: dict[str, Any] = folder.config["facts"]["model"]
+            facts = folder.config["facts"]
+        about: dict[str, Any] = {"lora": facts["settings"].get("lora"), **facts["model"]}
         if about["source"] is not None:
             try:
                 HubFolder(about["source"]).close()
@@ -265,7 +273,11 @@ def export_checkpoint(
     config = ModelConfig.from_hub(about["config"])
     model = allocate(config, mesh, getattr(torch, about["dtype"]))
     model.name_rules = rules_for(config, about["hub_names"])
+    if about["lora"] is not None:
+        apply_lora(model, from_mapping(LoRAConfig, about["lora"], str(path), "lora."))
     load_state(model, None, path, tied=model.name_rules.tied)
+    if about["lora"] is not None:
+        merge_lora(model)
     return save_hub(
         model,
         target,
