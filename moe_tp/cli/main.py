@@ -28,6 +28,7 @@ COMMANDS = {
     "verify": "compare a layout with one process: loss, logits, gradients, steps",
     "finetune": "train a hub folder on your text, and export it",
     "export": "write a training checkpoint or hub folder as a hub folder",
+    "plan": "say which layouts of N GPUs fit a model, before any download",
 }
 EPILOG = "\n".join(f"  {name:10}{summary}" for name, summary in COMMANDS.items())
 

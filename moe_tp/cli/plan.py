@@ -1,0 +1,195 @@
+"""`moe-tp plan PATH_OR_CONFIG`: which layouts of N GPUs fit a model, and how fast they may be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from moe_tp.cli.options import add_json_argument, say, write_json
+from moe_tp.errors import ConfigError
+from moe_tp.models import ModelConfig
+from moe_tp.models.families import model_types, preset
+from moe_tp.plan.hardware import TABLE, Hardware, hardware, parse_bytes
+from moe_tp.plan.job import Job
+from moe_tp.plan.search import RECOMPUTE, Candidate, Plan, remedies, search, smallest_group
+
+_BAR = 32  # characters of the picture's longest bar
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "model",
+        metavar="PATH_OR_CONFIG",
+        help="a hub-format folder, its config.json, or FAMILY:PRESET as in mixtral:8x7b",
+    )
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
+    parser.add_argument("--gpu", choices=sorted(TABLE), default="H100", help="kind of GPU")
+    parser.add_argument("--gpu-memory", metavar="80GB", help="memory of one GPU")
+    parser.add_argument("--node-size", type=int, metavar="N", help="GPUs of a node")
+    parser.add_argument("--link", metavar="RATE", help="inside a node: nvlink4, pcie5, 450GB")
+    parser.add_argument("--network", metavar="RATE", help="between nodes: ib400, eth100, 50GB")
+    parser.add_argument("--mode", choices=("full", "lora"), default="full")
+    parser.add_argument("--lora-rank", type=int, default=16, metavar="R")
+    parser.add_argument("--seq-len", type=int, default=4096, metavar="TOKENS")
+    parser.add_argument("--global-batch", type=int, default=256, metavar="SEQUENCES")
+    parser.add_argument("--micro-batch", type=int, default=1, metavar="SEQUENCES")
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument(
+        "--recompute", choices=RECOMPUTE, help="default: for each layout the least that fits"
+    )
+    parser.add_argument(
+        "--skew", type=float, default=1.25, help="rows of the busiest rank over the mean"
+    )
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="rows of the table")
+    parser.add_argument("--refused", action="store_true", help="also list refused layouts and why")
+    add_json_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Return 0 where a layout fits, else 1."""
+    config, gpu = _config(options.model), _hardware(options)
+    if options.gpus < 1:
+        raise ConfigError(f"--gpus {options.gpus} must be at least 1")
+    job = Job(
+        mode=options.mode,
+        seq_len=options.seq_len,
+        global_batch=options.global_batch,
+        micro_batch=options.micro_batch,
+        optimizer=options.optimizer,
+        lora_rank=options.lora_rank,
+        skew=options.skew,
+    )
+    plan = search(
+        config, job, options.gpus, gpu, recompute=options.recompute, refusals=options.refused
+    )
+    group = smallest_group(config, job, gpu)
+    advice = [] if plan.best else remedies(config, job, options.gpus, gpu)
+    result: dict[str, Any] = {
+        "model_type": config.model_type,
+        "params_total": config.num_params(),
+        "params_active": config.num_active_params(),
+        "gpu": gpu.name,
+        "gpus": options.gpus,
+        "gpu_memory": gpu.memory,
+        "legal": len(plan.candidates),
+        "refused": plan.num_refused,
+        "smallest_group": None
+        if group is None
+        else {"gpus": group[0], "layout": _degrees(group[1])},
+        "best": _row(plan.best) if plan.best else None,
+        "layouts": [_row(candidate) for candidate in plan.candidates[: max(options.top, 1)]],
+        "remedies": advice,
+    }
+    if options.refused:
+        result["refusals"] = [
+            {"layout": str(refusal.layout), "reason": refusal.reason} for refusal in plan.refusals
+        ]
+    say(options, _text(options, plan, result, gpu))
+    write_json(options, result)
+    return 0 if plan.best else 1
+
+
+def _config(text: str) -> ModelConfig:
+    """Return the model that a folder, a config file or FAMILY:PRESET names."""
+    path = Path(text)
+    if not path.exists():
+        name, colon, size = text.partition(":")
+        if name in model_types():
+            return preset(name, size if colon else "tiny")
+        raise ConfigError(
+            f"{text} is no folder, no config.json and no FAMILY:PRESET; families are "
+            f"{', '.join(model_types())}"
+        )
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} holds no config.json") from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} holds no JSON object")
+    return ModelConfig.from_hub(found)
+
+
+def _hardware(options: argparse.Namespace) -> Hardware:
+    given = {"memory": options.gpu_memory, "link": options.link, "network": options.network}
+    changes = {name: parse_bytes(text) for name, text in given.items() if text is not None}
+    if options.node_size is not None:
+        changes["node_size"] = options.node_size
+    return hardware(options.gpu, **changes)
+
+
+def _degrees(candidate: Candidate) -> dict[str, int]:
+    layout = candidate.layout
+    names = ("dp", "cp", "tp", "pp", "ep", "etp", "zero")
+    return {name: getattr(layout, name) for name in names}
+
+
+def _row(candidate: Candidate) -> dict[str, Any]:
+    time = candidate.time
+    return {
+        "layout": _degrees(candidate),
+        "recompute": candidate.recompute,
+        "fits": candidate.fits,
+        "memory": candidate.memory.total,
+        "memory_stage": candidate.memory.stage,
+        "memory_parts": candidate.memory.parts(),
+        "tokens_per_second": time.tokens_per_second if time else None,
+        "tflops_per_gpu": time.model_flops / 1e12 if time else None,
+        "bound": time.bound if time else "memory",
+    }
+
+
+def _text(options: argparse.Namespace, plan: Plan, result: dict[str, Any], gpu: Hardware) -> str:
+    lines = [
+        f"{options.model}: {result['params_total'] / 1e9:.1f} B parameters, "
+        f"{result['params_active'] / 1e9:.1f} B active; {options.mode} training on "
+        f"{options.gpus} x {gpu.name} with {gpu.memory / 1e9:.0f} GB",
+        f"{len(plan.candidates)} layouts, {plan.num_refused} refused; estimates, see "
+        f"docs/planner.md for how far off they may be",
+        "",
+        f"{'layout':30} {'recompute':10} {'fits':5} {'GB':>6} {'tokens/s':>10} "
+        f"{'TFLOP/s':>8}  bound",
+    ]
+    for candidate in plan.candidates[: max(options.top, 1)]:
+        time = candidate.time
+        speed, rate = ("-", "-")
+        if time is not None:
+            speed, rate = f"{time.tokens_per_second:.0f}", f"{time.model_flops / 1e12:.0f}"
+        lines.append(
+            f"{candidate.layout!s:30} {candidate.recompute:10} "
+            f"{'yes' if candidate.fits else 'no':5} {candidate.memory.total / 1e9:6.1f} "
+            f"{speed:>10} {rate:>8}  {time.bound if time else 'memory'}"
+        )
+    for refusal in plan.refusals:
+        lines.append(f"refused {refusal.layout}: {refusal.reason}")
+    shown = plan.best or (plan.candidates[0] if plan.candidates else None)
+    if shown is not None:
+        lines += ["", f"memory of {shown.layout} (GB, stage {shown.memory.stage}):"]
+        most = max(shown.memory.parts().values())
+        for name, size in shown.memory.parts().items():
+            bar = "#" * round(_BAR * size / most) if most else ""
+            lines.append(f"  {name:12} {size / 1e9:7.1f}  {bar}")
+    group = result["smallest_group"]
+    what = f"{group['gpus']} GPUs" if group else "none up to 4096 GPUs"
+    lines += ["", f"smallest group that fits: {what}"]
+    if plan.best is not None:
+        lines += ["", _yaml(plan.best)]
+    else:
+        lines += ["nothing fits; what would, the cheapest first:"]
+        lines += [f"  - {remedy}" for remedy in result["remedies"] or ["nothing that is known"]]
+    return "\n".join(lines)
+
+
+def _yaml(candidate: Candidate) -> str:
+    degrees = _degrees(candidate).items()
+    shown = [f"  {name}: {value}" for name, value in degrees if value != 1 or name == "dp"]
+    shown = [line for line in shown if line != "  zero: 0"]
+    block = ["parallel:", *shown]
+    if candidate.recompute != "none":
+        block += ["runtime:", f"  recompute: {candidate.recompute}"]
+    return "\n".join(block)

@@ -1,0 +1,112 @@
+"""Accelerators and links: published peak rates, and the one set of efficiencies used with them.
+
+Rates are the makers' data sheets (dense bf16, without sparsity). Every number can be overridden.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields, replace
+
+from moe_tp.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One kind of GPU in nodes of equal size.
+
+    Args:
+        name: of the GPU.
+        flops: dense bf16 operations a second.
+        memory: bytes.
+        bandwidth: of the memory, bytes a second.
+        link: bytes a second that a GPU sends inside its node, one direction.
+        network: bytes a second that a GPU sends to other nodes, one direction.
+        node_size: GPUs of a node.
+        latency: seconds a collective needs whatever it carries.
+        matmul_efficiency: part of `flops` that large matmuls reach.
+        link_efficiency: part of both link rates that collectives reach.
+        half_rows: rows of a matmul at which half of that efficiency is reached.
+        overlap: part of the backward and forward compute behind which ZeRO's traffic can hide.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    bandwidth: float
+    link: float
+    network: float = 50e9
+    node_size: int = 8
+    latency: float = 20e-6
+    matmul_efficiency: float = 0.75
+    link_efficiency: float = 0.75
+    half_rows: float = 128.0
+    overlap: float = 0.8
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "memory", "bandwidth", "link", "network", "node_size"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} of the hardware must be positive")
+
+
+# NVLink and Infinity Fabric rates are one direction; the network is one 400 Gbit/s port a GPU
+# (200 for A100).
+TABLE: dict[str, Hardware] = {
+    gpu.name: gpu
+    for gpu in (
+        Hardware(
+            name="A100", flops=312e12, memory=80e9, bandwidth=2.04e12, link=300e9, network=25e9
+        ),
+        Hardware(name="H100", flops=989e12, memory=80e9, bandwidth=3.35e12, link=450e9),
+        Hardware(name="H200", flops=989e12, memory=141e9, bandwidth=4.8e12, link=450e9),
+        Hardware(name="B200", flops=2250e12, memory=180e9, bandwidth=7.7e12, link=900e9),
+        Hardware(name="MI300X", flops=1307e12, memory=192e9, bandwidth=5.3e12, link=448e9),
+    )
+}
+# one direction, bytes a second, for --link and --network
+LINKS = {
+    "nvlink3": 300e9,
+    "nvlink4": 450e9,
+    "nvlink5": 900e9,
+    "pcie4": 32e9,
+    "pcie5": 64e9,
+    "ib200": 25e9,
+    "ib400": 50e9,
+    "ib800": 100e9,
+    "eth100": 12.5e9,
+    "eth25": 3.1e9,
+}
+
+
+def hardware(name: str, **changes: float) -> Hardware:
+    """Return a GPU of the table with some of its numbers replaced.
+
+    Raises:
+        ConfigError: it is not in the table, or has no such number.
+    """
+    if name not in TABLE:
+        raise ConfigError(f"gpu={name!r} is not in the table; choose one of {', '.join(TABLE)}")
+    known = {field.name for field in fields(Hardware)}
+    for key in changes:
+        if key not in known:
+            raise ConfigError(f"hardware has no {key!r}; it has {', '.join(sorted(known))}")
+    return replace(TABLE[name], **changes)  # type: ignore[arg-type]  # names checked above
+
+
+def parse_bytes(text: str) -> float:
+    """Return bytes of `80GB`, `80GiB`, `80e9` or a name of `LINKS`.
+
+    Raises:
+        ConfigError: it is none of these, or not positive.
+    """
+    if text.lower() in LINKS:
+        return LINKS[text.lower()]
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?(?:/s)?", text.strip().lower())
+    try:
+        value = float(match.group(1)) if match else 0.0
+    except ValueError:
+        value = 0.0
+    if match is None or value <= 0:
+        raise ConfigError(f"{text!r} is no number of bytes; write 80GB, 80GiB or 80e9")
+    base = 1024 if match.group(3) else 1000
+    return value * float(base ** " kmgt".index(match.group(2) or " "))

@@ -1,0 +1,145 @@
+"""What is planned for: the run's sizes and settings, and whether a layout serves a model.
+
+Nothing here starts a rank or allocates a weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from moe_tp.errors import ConfigError
+from moe_tp.models.config import ModelConfig
+from moe_tp.parallel.context.sequence import padded_length
+from moe_tp.parallel.context.ulysses import check_heads
+from moe_tp.parallel.layout import ContextKind, ParallelLayout, Recompute, Runtime
+from moe_tp.parallel.pipeline.stages import num_stages
+from moe_tp.routing.table import ExpertTable
+
+Mode = Literal["full", "lora"]
+Optimizer = Literal["adamw", "adamw8bit", "sgd"]
+# bytes of state a trainable element; "adamw8bit" is a what-if, this library has no such optimiser
+STATE_BYTES: dict[str, float] = {"adamw": 8.0, "adamw8bit": 2.0, "sgd": 4.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A training run without its layout.
+
+    Args:
+        mode: train everything in fp32 with bf16 compute, or LoRA over frozen bf16 weights.
+        seq_len: tokens a sequence.
+        global_batch: sequences of an optimiser step.
+        micro_batch: sequences a data-parallel replica takes at a time.
+        recompute: activations that backward computes again.
+        optimizer: kind of its states.
+        offload: parameters and optimiser states in host memory.
+        cp_kind: attention exchange over cp.
+        compute_bytes: of an element of activations and compute copies.
+        master_bytes: of a trained parameter at rest; its gradient takes as many.
+        lora_rank: of adapters on attention and experts; adapters are fp32.
+        loss_chunk: tokens whose logits are held at a time.
+        skew: rows and pairs of the busiest rank over the mean.
+        margin: fraction added for fragmentation.
+        reserve: bytes of the context and of communication buffers.
+
+    Raises:
+        ConfigError: a value is outside its range.
+    """
+
+    mode: Mode = "full"
+    seq_len: int = 4096
+    global_batch: int = 256
+    micro_batch: int = 1
+    recompute: Recompute = "none"
+    optimizer: Optimizer = "adamw"
+    offload: bool = False
+    cp_kind: ContextKind = "ulysses"
+    compute_bytes: int = 2
+    master_bytes: int = 4
+    lora_rank: int = 16
+    loss_chunk: int = 1024
+    skew: float = 1.25
+    margin: float = 0.05
+    reserve: float = 1.5e9
+
+    def __post_init__(self) -> None:
+        for name, kind in (("mode", Mode), ("recompute", Recompute), ("optimizer", Optimizer)):
+            if getattr(self, name) not in get_args(kind):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(kind))}"
+                )
+        for name in ("seq_len", "global_batch", "micro_batch", "lora_rank", "loss_chunk"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.skew < 1.0:
+            raise ConfigError(f"skew={self.skew} is the busiest rank over the mean: at least 1")
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime that the job asks for, as far as layouts depend on it."""
+        return Runtime(recompute=self.recompute, cp_kind=self.cp_kind, offload=self.offload)
+
+    def micro_batches(self, layout: ParallelLayout) -> int:
+        """Return the micro-batches of a step."""
+        assert layout.dp is not None
+        return -(-self.global_batch // (layout.dp * self.micro_batch))
+
+    def owned_tokens(self, layout: ParallelLayout) -> int:
+        """Return T, the tokens of a micro-batch that each rank owns, padding included."""
+        length = padded_length(self.seq_len, layout.cp) // layout.cp
+        return -(-self.micro_batch * length // layout.tp)
+
+
+def check(config: ModelConfig, layout: ParallelLayout, job: Job) -> None:
+    """Refuse a resolved layout that the library would refuse for this model, or that idles ranks.
+
+    Args:
+        config: the model.
+        layout: with `dp` filled in.
+        job: the run.
+
+    Raises:
+        ConfigError: names the setting and the values that fit.
+    """
+    attention, moe, tp = config.attention, config.moe, layout.tp
+    _divides("num_attention_heads", attention.num_heads, "tp", tp)
+    if config.dense_layers:
+        _divides("intermediate_size of dense layers", config.dense_dim, "tp", tp)
+    if moe.shared_dim:
+        _divides("hidden size of the shared expert", moe.shared_dim, "tp", tp)
+    if attention.qk_norm == "full" and attention.num_kv_heads % tp == 0:
+        _divides("width of the query norm", attention.num_heads * attention.head_dim, "tp", tp)
+    _divides("expert_dim", moe.expert_dim, "etp", layout.etp)
+    if config.moe_layers and layout.ep > moe.router.num_experts:
+        ExpertTable(moe.router.num_experts, layout.ep)  # raises, with the fix
+    if layout.cp > 1:
+        if attention.dropout:
+            raise ConfigError(
+                f"attention_dropout={attention.dropout} is not supported with cp={layout.cp}; "
+                f"choose cp=1"
+            )
+        if job.cp_kind == "ulysses":
+            check_heads(attention.num_heads // tp, layout.cp)
+    if num_stages(layout, job.runtime) > config.num_layers:
+        raise ConfigError(
+            f"{layout.pp} pipeline stages are more than the model's {config.num_layers} layers; "
+            f"lower pp"
+        )
+    assert layout.dp is not None
+    if layout.dp * job.micro_batch > job.global_batch:
+        raise ConfigError(
+            f"dp={layout.dp} replicas of {job.micro_batch} sequences are more than "
+            f"global_batch={job.global_batch}, so some would have no work; raise the batch, or "
+            f"tp, cp or pp"
+        )
+    if layout.zero and layout.dp * layout.cp == 1 and layout.edp == 1:
+        raise ConfigError(f"zero={layout.zero} has nothing to shard over one replica; choose 0")
+
+
+def _divides(what: str, size: int, axis: str, degree: int) -> None:
+    if size % degree:
+        options = [d for d in range(1, size + 1) if size % d == 0]
+        raise ConfigError(
+            f"{what}={size} does not split over {axis}={degree}; choose {axis} among {options}"
+        )

@@ -1,0 +1,252 @@
+"""Parameter elements of a rank, by the rules with which the library builds a model.
+
+Letters: D width · F expert hidden · E experts · V vocabulary.
+
+A piece is what is left of one parameter after the model axes; ZeRO then splits the dimension that
+`moe_tp.parallel.zero` would. Counts are those of the fullest rank (the first of its group).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_tp.models.config import ModelConfig
+from moe_tp.models.counts import attention_params, expert_params
+from moe_tp.parallel.layout import ParallelLayout
+from moe_tp.parallel.mesh import Domain
+
+Kind = Literal["dense", "moe", "embed", "head"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One parameter on one rank before ZeRO.
+
+    Args:
+        shape: local.
+        domain: the grid it lies on.
+        split: dimensions that model axes have split.
+        partial: its gradient owes a sum over the model axes that do not split it.
+        fp32: kept in fp32, and out of ZeRO.
+        adapted: LoRA puts an adapter on it: (input width, output width, copies), local.
+        trained: it has a gradient in full training.
+        copies: pipeline ranks that hold it.
+    """
+
+    shape: tuple[int, ...]
+    domain: Domain = "dense"
+    split: tuple[int, ...] = ()
+    partial: bool = False
+    fp32: bool = False
+    adapted: tuple[int, int, int] | None = None
+    trained: bool = True
+    copies: int = 1
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def zero_sharded(self) -> bool:
+        """Whether ZeRO may split it, as `ParamSpec.zero_sharded` says."""
+        return not (self.partial or self.fp32 or self.copies > 1)
+
+    def at_rest(self, replicas: int) -> int:
+        """Return the elements after ZeRO over `replicas`, as `parallel.zero` splits."""
+        if replicas == 1 or not self.zero_sharded:
+            return self.size
+        even = [dim for dim, n in enumerate(self.shape) if n % replicas == 0]
+        free = [dim for dim in even if dim not in self.split]
+        dim = (free or even or [0])[0]
+        return self.size // self.shape[dim] * -(-self.shape[dim] // replicas)
+
+
+def pieces(config: ModelConfig, kind: Kind, layout: ParallelLayout) -> list[Piece]:
+    """Return the parameters of one layer, of the embedding, or of final norm and head.
+
+    Args:
+        config: the model.
+        kind: a layer with a dense MLP or with experts, or an end of the model.
+        layout: its tp, ep, etp and pp count.
+    """
+    dim, tp = config.dim, layout.tp
+    words = -(-config.vocab_size // tp)
+    if kind == "embed":
+        copies = 2 if config.tie_embeddings and layout.pp > 1 else 1
+        return [Piece((words, dim), split=(0,), copies=copies)]
+    norm = Piece((dim,), partial=True, fp32=True)
+    if kind == "head":
+        if not config.tie_embeddings:
+            return [norm, Piece((words, dim), split=(0,))]
+        if layout.pp > 1:
+            return [norm, Piece((words, dim), split=(0,), copies=2)]
+        return [norm]
+    found = [norm, *_attention(config, tp), norm]
+    if kind == "dense":
+        return found + _mlp(dim, config.dense_dim, tp)
+    return found + _experts(config, layout)
+
+
+def _attention(config: ModelConfig, tp: int) -> list[Piece]:
+    a, dim = config.attention, config.dim
+    heads = a.num_heads // tp
+    found: list[Piece] = []
+
+    def linear(width: int, out: int, *, adapter_out: int | None = None) -> Piece:
+        return Piece((out, width), split=(0,), adapted=(width, adapter_out or out, 1))
+
+    def whole(width: int, out: int, bias: bool) -> list[Piece]:
+        made = [Piece((out, width), partial=True, adapted=(width, out, 1))]
+        return made + ([Piece((out,), partial=True)] if bias else [])
+
+    def norm(width: int) -> Piece:
+        return Piece((width,), partial=True, fp32=True)
+
+    if a.mla is not None:
+        mla = a.mla
+        if mla.q_rank is None:
+            found.append(linear(dim, heads * mla.qk_dim))
+        else:
+            found += [*whole(dim, mla.q_rank, a.qkv_bias), norm(mla.q_rank)]
+            found.append(linear(mla.q_rank, heads * mla.qk_dim))
+        found += [*whole(dim, mla.kv_rank + mla.rope_dim, a.qkv_bias), norm(mla.kv_rank)]
+        found.append(linear(mla.kv_rank, heads * (mla.nope_dim + mla.value_dim)))
+        value = mla.value_dim
+    else:
+        split_kv = a.num_kv_heads % tp == 0
+        found.append(linear(dim, heads * a.head_dim))
+        if a.qkv_bias:
+            found.append(Piece((heads * a.head_dim,), split=(0,)))
+        for _ in ("k", "v"):
+            if split_kv:
+                width = a.num_kv_heads // tp * a.head_dim
+                found.append(linear(dim, width))
+                if a.qkv_bias:
+                    found.append(Piece((width,), split=(0,)))
+            else:  # whole on every rank of tp
+                found += whole(dim, a.num_kv_heads * a.head_dim, a.qkv_bias)
+        value = a.head_dim
+        if a.qk_norm == "head":
+            found += [norm(a.head_dim), norm(a.head_dim)]
+        elif a.qk_norm == "full":
+            kv = a.num_kv_heads // tp if split_kv else a.num_kv_heads
+            for width, parted in ((heads * a.head_dim, True), (kv * a.head_dim, split_kv)):
+                found.append(Piece((width,), partial=True, fp32=True, split=(0,) if parted else ()))
+    found.append(Piece((dim, heads * value), split=(1,), adapted=(heads * value, dim, 1)))
+    if a.out_bias:
+        found.append(Piece((dim,), partial=True))
+    if a.sinks and a.mla is None:
+        found.append(Piece((heads,), split=(0,)))
+    return found
+
+
+def _mlp(dim: int, hidden: int, tp: int) -> list[Piece]:
+    up = Piece((hidden // tp, dim), split=(0,))
+    return [up, up, Piece((dim, hidden // tp), split=(1,))]
+
+
+def _experts(config: ModelConfig, layout: ParallelLayout) -> list[Piece]:
+    dim, moe, tp = config.dim, config.moe, layout.tp
+    router = moe.router
+    slots = -(-router.num_experts // layout.ep)  # as ExpertTable pads
+    hidden = moe.expert_dim // layout.etp
+    routed = Piece((router.num_experts, dim), partial=True, fp32=True, trained=not router.frozen)
+    found = [routed]
+    if router.linear_bias:
+        found.append(
+            Piece((router.num_experts,), partial=True, fp32=True, trained=not router.frozen)
+        )
+    if router.correction_bias:
+        found.append(Piece((router.num_experts,), fp32=True, trained=False))
+    found += [
+        Piece((slots, 2, hidden, dim), "expert", (0, 2), adapted=(dim, hidden, 2 * slots)),
+        Piece((slots, dim, hidden), "expert", (0, 2), adapted=(hidden, dim, slots)),
+    ]
+    if moe.expert_bias:
+        found += [
+            Piece((slots, 2, hidden), "expert", (0, 2)),
+            Piece((slots, dim), "expert", (0,), partial=True),
+        ]
+    if moe.shared_dim:
+        found += _mlp(dim, moe.shared_dim, tp)
+        if moe.shared_gate:
+            found.append(Piece((1, dim), partial=True))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """Elements of some parameters on one rank.
+
+    Args:
+        resting: between steps, without those kept in fp32.
+        fp32: those kept in fp32.
+        shardable: what ZeRO splits, whole (dense and expert).
+        shardable_rest: the same, after ZeRO.
+        unit: the largest group that ZeRO gathers together.
+        adapters: LoRA elements.
+        largest: elements of the largest parameter at rest.
+    """
+
+    resting: int
+    fp32: int
+    shardable: int
+    shardable_rest: int
+    unit: int
+    adapters: int
+    largest: int
+
+
+def hold(config: ModelConfig, kind: Kind, layout: ParallelLayout, lora_rank: int) -> Holding:
+    """Return the elements of one layer or end of the model on the fullest rank.
+
+    Args:
+        config: the model.
+        kind: which part.
+        layout: resolved.
+        lora_rank: of adapters.
+    """
+    assert layout.dp is not None
+    zero = layout.zero > 0
+    replicas = {"dense": layout.dp * layout.cp if zero else 1, "expert": layout.edp if zero else 1}
+    found = pieces(config, kind, layout)
+    split = [p for p in found if p.zero_sharded]
+    units = [sum(p.size for p in split if p.domain == domain) for domain in ("dense", "expert")]
+    return Holding(
+        resting=sum(p.at_rest(replicas[p.domain]) for p in found if not p.fp32),
+        fp32=sum(p.size for p in found if p.fp32),
+        shardable=sum(units),
+        shardable_rest=sum(p.at_rest(replicas[p.domain]) for p in split),
+        unit=max(units),
+        adapters=sum(
+            n * lora_rank * (a + b) for a, b, n in (p.adapted for p in found if p.adapted)
+        ),
+        largest=max(p.at_rest(replicas[p.domain]) for p in found),
+    )
+
+
+def part_flops(config: ModelConfig, kind: Kind, length: int) -> tuple[float, float, float]:
+    """Return operations of one token's forward: dense matmuls, routed experts, attention scores.
+
+    Args:
+        config: the model.
+        kind: which part.
+        length: tokens a sequence.
+    """
+    if kind == "embed":
+        return 0.0, 0.0, 0.0
+    if kind == "head":
+        return 2.0 * config.vocab_size * config.dim, 0.0, 0.0
+    a, mla = config.attention, config.attention.mla
+    width = 2 * a.head_dim if mla is None else mla.qk_dim + mla.value_dim
+    scores = 1.0 * length * a.num_heads * width  # half the keys, 2 operations each
+    dense = 2.0 * attention_params(a, config.dim)
+    if kind == "dense":
+        return dense + 6.0 * config.dim * config.dense_dim, 0.0, scores
+    moe = config.moe
+    dense += 6.0 * config.dim * moe.shared_dim + 2.0 * config.dim * moe.router.num_experts
+    chosen = min(moe.router.top_k, moe.router.num_experts)
+    return dense, 2.0 * chosen * expert_params(config), scores

@@ -1,0 +1,165 @@
+"""Published totals, legality, search and the command, without ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_tp.cli.main import main
+from moe_tp.errors import ConfigError
+from moe_tp.models import ModelConfig
+from moe_tp.models.families import family, model_types, preset
+from moe_tp.parallel.layout import ParallelLayout
+from moe_tp.plan.hardware import TABLE, hardware, parse_bytes
+from moe_tp.plan.job import Job, check
+from moe_tp.plan.memory import Planner
+from moe_tp.plan.search import divisors, layouts, legal_layouts, remedies, search, smallest_group
+
+H100 = TABLE["H100"]
+
+
+@pytest.fixture(scope="module")
+def mixtral() -> ModelConfig:
+    return preset("mixtral", "8x7b")
+
+
+def test_published_totals_of_mixtral(mixtral: ModelConfig) -> None:
+    # PEERS.md: 18 bytes a parameter on 8 GPUs, and bf16 weights under LoRA at EP8
+    layout = ParallelLayout(tp=8, ep=8).resolve(8)
+    full = Planner(mixtral, Job()).peak(layout)
+    assert (full.resident + full.copies) / 1e9 == pytest.approx(105.0, abs=0.5)
+    lora = Planner(mixtral, Job(mode="lora")).peak(ParallelLayout(ep=8).resolve(8))
+    assert lora.weights / 1e9 == pytest.approx(14.5, abs=0.05)
+    assert search(mixtral, Job(), 8, H100).best is None
+
+
+@pytest.mark.parametrize("name", model_types())
+def test_elements_add_up_to_the_parameters(name: str) -> None:
+    for size in family(name).presets:
+        config = preset(name, size)
+        planner = Planner(config, Job())
+        layout = ParallelLayout().resolve(1)
+        correction = len(config.moe_layers) * config.moe.router.num_experts
+        bias = correction if config.moe.router.correction_bias else 0
+        assert planner.elements(layout, planner.stages(layout)[0]) == config.num_params() + bias
+
+
+@pytest.mark.parametrize("gpus", [6, 8])
+def test_both_searches_accept_what_resolve_and_check_accept(gpus: int) -> None:
+    config = preset("deepseek_v3", "tiny")
+    job = Job(global_batch=4)
+    accepted = []
+    for layout in layouts(gpus):
+        assert replace(layout, dp=None).resolve(gpus) == layout
+        try:
+            check(config, layout, job)
+        except ConfigError:
+            continue
+        accepted.append(layout)
+    assert set(legal_layouts(config, job, gpus)[0]) == set(accepted)
+    refusals: list = []
+    listed, number = legal_layouts(config, job, gpus, refusals)
+    assert set(listed) == set(accepted)
+    assert number == len(refusals) == legal_layouts(config, job, gpus)[1]
+    assert all(refusal.reason for refusal in refusals)
+
+
+def test_layouts_are_all_that_resolve() -> None:
+    every = set(layouts(8))
+    count = 0
+    for code in range(4**6):
+        degrees = [2 ** (code // 4**i % 4) for i in range(6)]
+        dp, cp, tp, pp, ep, etp = degrees
+        try:
+            found = ParallelLayout(dp=dp, cp=cp, tp=tp, pp=pp, ep=ep, etp=etp).resolve(8)
+        except ConfigError:
+            continue
+        assert found in every
+        count += 1
+    assert 4 * count == len(every)
+
+
+@pytest.mark.parametrize(
+    ("layout", "word"),
+    [
+        (ParallelLayout(tp=64), "num_attention_heads"),
+        (ParallelLayout(ep=16), "num_experts=8"),
+        (ParallelLayout(pp=64), "layers"),
+        (ParallelLayout(dp=64), "global_batch"),
+        (ParallelLayout(tp=32, cp=2), "attention heads"),
+        (ParallelLayout(pp=2, zero=3), "zero=3"),
+    ],
+)
+def test_refusals_name_the_setting(mixtral: ModelConfig, layout: ParallelLayout, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        check(mixtral, layout.resolve(64), Job(global_batch=32))
+
+
+def test_4096_gpus_in_ten_seconds() -> None:
+    start = time.process_time()
+    plan = search(preset("qwen3_moe", "30b-a3b"), Job(), 4096, H100)
+    assert time.process_time() - start < 10.0
+    assert plan.best is not None
+    assert plan.num_refused > 1000
+
+
+def test_more_of_anything_is_more_memory(mixtral: ModelConfig) -> None:
+    layout = ParallelLayout(ep=8).resolve(8)
+
+    def total(layout: ParallelLayout = layout, **changes: object) -> float:
+        return Planner(mixtral, replace(Job(), **changes)).peak(layout).total
+
+    assert total(recompute="full") < total(recompute="selective") < total()
+    assert total(skew=2.0) > total(skew=1.0)
+    assert total(seq_len=8192) > total()
+    assert total(optimizer="sgd") < total()
+    assert total(replace(layout, zero=3)) < total(replace(layout, zero=1)) < total()
+
+
+def test_smallest_group_and_remedies(mixtral: ModelConfig) -> None:
+    found = smallest_group(mixtral, Job(), H100)
+    assert found is not None
+    gpus, candidate = found
+    assert gpus > 8  # 105 GB a GPU on 8
+    assert candidate.memory.total <= H100.memory
+    advice = remedies(mixtral, Job(), 8, H100)
+    assert [line.split()[0] for line in advice] == ["LoRA", "8-bit", "weights", "more"]
+
+
+def test_hardware_is_overridable() -> None:
+    assert hardware("H100", memory=1e9).memory == 1e9
+    assert parse_bytes("80GB") == 80e9
+    assert parse_bytes("80GiB") == 80 * 2**30
+    assert parse_bytes("ib400") == 50e9
+    for text in ("eighty", "-1GB", "0"):
+        with pytest.raises(ConfigError, match="bytes"):
+            parse_bytes(text)
+    with pytest.raises(ConfigError, match="table"):
+        hardware("TPU")
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(preset("mixtral", "8x7b").to_hub()))
+    words = ["--gpus", "8", "--gpu-memory", "80GB", "--top", "2"]
+    assert main(["plan", str(file), *words, "--mode", "lora", "--json", "-"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["best"]["fits"]
+    assert len(result["layouts"]) == 2
+    assert main(["plan", str(tmp_path), *words, "--mode", "lora"]) == 0
+    out = capsys.readouterr().out
+    assert "parallel:\n" in out
+    assert "smallest group that fits" in out
+    assert main(["plan", "mixtral:8x7b", *words, "--refused"]) == 1
+    out = capsys.readouterr().out
+    assert "nothing fits" in out
+    assert "refused " in out
+    assert main(["plan", "nowhere", *words]) == 2
+
+
+def test_divisors() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
