@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import datetime
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -45,6 +46,9 @@ _PRELOAD = [
 ]
 _GRACE_S = 1.0  # how long the other ranks may take to answer once one has failed
 _START_S = 120.0
+# torch caches keep some groups of past calls alive, and each holds gloo threads: past this many a
+# process is replaced, before thousands of idle threads slow every rank of the machine.
+_MOST_THREADS = 100
 
 
 def run_ranks(
@@ -189,6 +193,8 @@ class _Pool:
             self.busy = False
             raise _labelled(failures, world_size)
         self.busy = False
+        if max(_num_threads(worker.process.pid) for worker in workers) > _MOST_THREADS:
+            self.kill()
         return [pickle.loads(answer) for answer in answers if isinstance(answer, bytes)]
 
     def kill(self) -> None:
@@ -317,12 +323,21 @@ def _stacks(workers: list[_Worker], ranks: list[int]) -> str:
     return "\n".join(f"rank {r}: {_read_text(workers[r].stack_file).strip()}" for r in ranks)
 
 
+def _num_threads(pid: int | None) -> int:
+    """Return the threads of a process; 0 where the system does not tell."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
+
+
 def _serve(channel: connection.Connection, rank: int, stack_file: str) -> None:
     """Answer calls until the caller closes the channel; the main function of a pool process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        gc.freeze()  # what torch has made by now need not be looked at after every call
         channel.send_bytes(b"ready")
         while True:
             try:
@@ -380,6 +395,7 @@ def _group(store: str, rank: int, world_size: int, timeout: float) -> Iterator[N
         torch.use_deterministic_algorithms(False)
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # a mesh in a cycle would keep its groups, and their threads
 
 
 def _run_fresh(

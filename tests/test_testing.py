@@ -149,3 +149,19 @@ def test_a_failure_ends_the_others_at_once() -> None:
         run_ranks(_fails_beside_a_sleeper, 2)
     assert time.monotonic() - start < 15
     assert run_ranks(_sum, 2, 0)[1][0] == 1  # not the sleeper's late answer
+
+
+def _many_groups(count: int) -> int:
+    for _ in range(count):
+        _KEPT.append(dist.new_group([0, 1]))
+    return os.getpid()
+
+
+_KEPT: list[object] = []
+
+
+def test_a_process_full_of_idle_threads_is_replaced() -> None:
+    """Groups that something keeps alive do not add up over a test run."""
+    first = run_ranks(_many_groups, 2, 1)
+    assert run_ranks(_many_groups, 2, 40) == first
+    assert set(run_ranks(_many_groups, 2, 1)).isdisjoint(first)
