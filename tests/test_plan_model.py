@@ -73,10 +73,14 @@ def test_elements_per_rank_equal_the_built_model(world: int) -> None:
     assert not wrong
 
 
-def logged_step(name: str, degrees: dict[str, int], length: int) -> dict[str, int]:
+def logged_step(name: str, degrees: dict[str, int], length: int, lora: bool) -> dict[str, int]:
     mesh = Mesh(ParallelLayout(**degrees), Runtime())
     config = config_of(name)
     model = build(config, mesh)
+    if lora:
+        from moe_tp.train import LoRAConfig, apply_lora
+
+        apply_lora(model, LoRAConfig(rank=4, alpha=8))
     generator = torch.Generator().manual_seed(mesh.coordinate("dp"))
     ids = torch.randint(0, config.vocab_size, (2, length), generator=generator)
     from moe_tp.train.step import forward_backward
@@ -93,16 +97,19 @@ def logged_step(name: str, degrees: dict[str, int], length: int) -> dict[str, in
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"dp": 2}])
+@pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "olmoe", "deepseek_v3"])
-def test_traffic_equals_the_log(name: str, degrees: dict[str, int]) -> None:
+def test_traffic_equals_the_log(name: str, degrees: dict[str, int], lora: bool) -> None:
     length = 12
-    logged = run_ranks(logged_step, 2, name, degrees, length)
+    logged = run_ranks(logged_step, 2, name, degrees, length, lora)
     layout = ParallelLayout(**degrees).resolve(2)
     job = Job(
         seq_len=length,
         micro_batch=2,
         global_batch=4 * (layout.dp or 1),
         compute_bytes=4,
+        mode="lora" if lora else "full",
+        lora_rank=4,
     )
     planner = Planner(config_of(name), job)
     counted: dict[str, int] = {}

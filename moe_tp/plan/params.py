@@ -33,6 +33,7 @@ class Piece:
         adapted: LoRA puts an adapter on it: (input width, output width, copies), local.
         trained: it has a gradient in full training.
         copies: pipeline ranks that hold it.
+        inputs: a model axis splits its input width rather than its outputs.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +44,7 @@ class Piece:
     adapted: tuple[int, int, int] | None = None
     trained: bool = True
     copies: int = 1
+    inputs: bool = False
 
     @property
     def size(self) -> int:
@@ -135,7 +137,9 @@ def _attention(config: ModelConfig, tp: int) -> list[Piece]:
             kv = a.num_kv_heads // tp if split_kv else a.num_kv_heads
             for width, parted in ((heads * a.head_dim, True), (kv * a.head_dim, split_kv)):
                 found.append(Piece((width,), partial=True, fp32=True, split=(0,) if parted else ()))
-    found.append(Piece((dim, heads * value), split=(1,), adapted=(heads * value, dim, 1)))
+    found.append(
+        Piece((dim, heads * value), split=(1,), adapted=(heads * value, dim, 1), inputs=True)
+    )
     if a.out_bias:
         found.append(Piece((dim,), partial=True))
     if a.sinks and a.mla is None:
@@ -162,8 +166,8 @@ def _experts(config: ModelConfig, layout: ParallelLayout) -> list[Piece]:
     if router.correction_bias:
         found.append(Piece((router.num_experts,), fp32=True, trained=False))
     found += [
-        Piece((slots, 2, hidden, dim), "expert", (0, 2), adapted=(dim, hidden, 2 * slots)),
-        Piece((slots, dim, hidden), "expert", (0, 2), adapted=(hidden, dim, slots)),
+        Piece((slots, 2, hidden, dim), "expert", (0, 2), adapted=(dim, 2 * hidden, slots)),
+        Piece((slots, dim, hidden), "expert", (0, 2), adapted=(hidden, dim, slots), inputs=True),
     ]
     if moe.expert_bias:
         found += [
@@ -198,6 +202,34 @@ class Holding:
     unit: int
     adapters: int
     largest: int
+
+
+def adapters(found: list[Piece], rank: int) -> list[Piece]:
+    """Return LoRA's two factors of every adapted parameter, as `train/lora_layers.py` makes them.
+
+    The factor on the side that a model axis splits is split with it; the other is whole, and its
+    gradient a part of a sum. All are fp32 and out of ZeRO.
+
+    Args:
+        found: from `pieces`.
+        rank: of the factors.
+    """
+    made = []
+    for piece in found:
+        if piece.adapted is None:
+            continue
+        width, out, count = piece.adapted
+        for size, split in ((width, piece.inputs), (out, bool(piece.split) and not piece.inputs)):
+            made.append(
+                Piece(
+                    (count, rank, size),
+                    piece.domain,
+                    split=(2,) if split else (),
+                    partial=not split,
+                    fp32=True,
+                )
+            )
+    return made
 
 
 def hold(config: ModelConfig, kind: Kind, layout: ParallelLayout, lora_rank: int) -> Holding:

@@ -29,7 +29,7 @@ from moe_tp.parallel.context.sequence import padded_length
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.plan.job import Job
 from moe_tp.plan.memory import Planner, Stage
-from moe_tp.plan.params import Kind
+from moe_tp.plan.params import Kind, adapters
 
 
 class Flow(NamedTuple):
@@ -128,6 +128,10 @@ def stage_traffic(
     micro = job.micro_batches(layout)
     if stage.last and layout.stage_size > 1:  # the loss, a scalar
         total.add("stage", "all_reduce", "forward", reduced(4, layout.stage_size) * micro, micro)
+    if job.mode == "lora" and layout.pp == 1 and config.attention.mla is None:
+        # behind a frozen embedding the first layer's input has no gradient to sum
+        unsent = job.owned_tokens(layout) * config.dim * job.compute_bytes * (layout.tp - 1)
+        total.add("tp", "reduce_scatter", "backward", -unsent * micro, -micro)
     if layout.pp > 1:
         rows = job.owned_tokens(layout) * config.dim * job.compute_bytes
         if not stage.last:
@@ -172,11 +176,11 @@ def _part(planner: Planner, kind: Kind, layout: ParallelLayout, total: _Sum) -> 
     stream = tokens * config.dim * c * peers
     again = 1 if job.recompute == "none" else 2
 
-    def gather(width: int, *, weights: bool = True) -> None:
+    def gather(width: int) -> None:
         """One gathered input: again in backward where its weights train; its gradient summed."""
         sent = tokens * width * c * peers
         total.add("tp", "all_gather", "forward", sent * again, again)
-        if weights:  # adapters on the projection need it too
+        if full:
             total.add("tp", "all_gather", "backward", sent)
         total.add("tp", "reduce_scatter", "backward", sent)
 
@@ -217,12 +221,18 @@ def _part(planner: Planner, kind: Kind, layout: ParallelLayout, total: _Sum) -> 
             total.add("tp", "all_reduce", "backward", reduced(4 * shared, tp))
     _context(config, job, layout, total, again)
     scatter()
+    if not full:  # what adapters send is r wide: q, k, v or the two latents' heads, and o
+        low, inputs = tokens * job.lora_rank * c * peers, 3 if attention.mla is None else 2
+        total.add("tp", "all_gather", "forward", inputs * low * again, inputs * again)
+        total.add("tp", "reduce_scatter", "backward", inputs * low, inputs)
+        total.add("tp", "reduce_scatter", "forward", low * again, again)
+        total.add("tp", "all_gather", "backward", low)
     if kind == "dense":
-        gather(config.dim, weights=full)
+        gather(config.dim)
         scatter()
         return
     if config.moe.shared_dim:
-        gather(config.dim, weights=full)
+        gather(config.dim)
         scatter()
     _dispatch(planner, layout, total, again)
     router, stage = config.moe.router, layout.stage_size
@@ -314,10 +324,6 @@ def _settle(planner: Planner, layout: ParallelLayout, stage: Stage, total: _Sum)
     sizes = axis_sizes(layout)
     owed: dict[tuple[str, ...], int] = defaultdict(int)
     for kind, count in stage.kinds():
-        if planner.job.mode == "lora":
-            axis = "edp" if kind == "moe" else "dp_cp"
-            owed[axis,] += 4 * count * planner.holding(kind, layout).adapters
-            continue
         for axes, size in _owed(planner, kind, layout).items():
             owed[axes] += count * size
     for axes, size in owed.items():
@@ -334,7 +340,10 @@ def _owed(planner: Planner, kind: Kind, layout: ParallelLayout) -> dict[tuple[st
     found = planner.owed.get(key)
     if found is None:
         found = defaultdict(int)
-        for piece in planner.pieces(kind, layout):
+        trained = planner.pieces(kind, layout)
+        if planner.job.mode == "lora":
+            trained = adapters(trained, planner.job.lora_rank)
+        for piece in trained:
             if not piece.trained or (layout.zero and piece.zero_sharded):
                 continue
             axes: tuple[str, ...]
