@@ -219,6 +219,17 @@ def test_combinations_that_do_not_work_say_so() -> None:
                 assert word in sentence
 
 
+def test_two_runs_are_bitwise_equal() -> None:
+    """D6, R2: in deterministic mode every gradient and weight has the same bits twice."""
+    runtime = {"deterministic": True, "recompute": "full"}
+    layout = {"tp": 2, "ep": 2}
+    first, second = (run_ranks(train, 2, "mixtral", layout, runtime, {})[0] for _ in range(2))
+    assert first["losses"] == second["losses"]
+    for kind in ("grads", "weights"):
+        for key, value in first[kind].items():
+            assert torch.equal(value, second[kind][key]), key
+
+
 def test_layers_are_dealt_by_cost() -> None:
     """Stages of equal cost where the layers allow it; every layer once; ends weighed."""
     runs = deal_layers([1.0] * 6, 3, last=2.0)

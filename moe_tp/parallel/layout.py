@@ -120,9 +120,11 @@ class Runtime:
         virtual_stages: model pieces a pipeline rank holds (interleaved; ZBV has always 2).
         stage_layers: layers of each stage, in order; None divides them by cost.
         cp_kind: attention exchange over cp.
-        dp_replicate: replicas of the ZeRO group (HSDP); 1 shards over all of dp x cp.
+        dp_replicate: replicas of the ZeRO group (HSDP); only 1 so far, which shards over all of
+            dp x cp.
         offload: keep parameters and optimiser state in host memory.
-        deterministic: only bitwise repeatable kernels.
+        deterministic: only bitwise repeatable kernels, by `torch.use_deterministic_algorithms`
+            for the whole process; on CPUs runs repeat bit by bit without it.
         dispatcher: `auto` or the name of a dispatcher of `moe_tp.experts`.
         experts: `auto` or the name of an expert back end of `moe_tp.experts`.
         wire_dtype: dtype in which partial expert sums travel back; None means fp32.
@@ -166,6 +168,11 @@ class Runtime:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.dp_replicate > 1:
+            raise ConfigError(
+                f"dp_replicate={self.dp_replicate} is not supported yet; choose dp_replicate=1, "
+                f"which shards over all of dp x cp"
+            )
         for name in ("compute_dtype", "master_dtype", "wire_dtype"):
             value = getattr(self, name)
             known = isinstance(value, torch.dtype) and value.is_floating_point

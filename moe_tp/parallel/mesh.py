@@ -124,6 +124,8 @@ class Mesh:
         self.runtime = runtime or Runtime()
         self.rank = rank
         self.world_size = world_size
+        if self.runtime.deterministic:
+            torch.use_deterministic_algorithms(True)
         if device is None:
             cuda = torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"

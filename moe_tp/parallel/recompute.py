@@ -3,8 +3,8 @@
 | mode      | kept of a block                                                                     |
 |-----------|-------------------------------------------------------------------------------------|
 | none      | what autograd saves                                                                 |
-| selective | its input, routing, attention outputs, and the rows that the dispatcher's all-to-all |
-|           | brought; norms, projections, activations and expert hidden states are computed again |
+| selective | its input, routing and attention outputs; norms, projections, dispatched rows,      |
+|           | activations and expert hidden states are computed (rows sent) again                 |
 | full      | its input and routing                                                               |
 
 (Selective: after arXiv:2205.05198, section 5.) Decisions go through `keep`: the second run gets the
@@ -14,7 +14,7 @@ value of the first, whatever rounding does. Losses and counters ask `recomputing
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -40,7 +40,6 @@ class _Tape:
 
 _recording: ContextVar[_Tape | None] = ContextVar("recording", default=None)
 _replaying: ContextVar[_Tape | None] = ContextVar("replaying", default=None)
-_pinned: ContextVar[bool] = ContextVar("pinned", default=False)
 
 
 def keep(decide: Callable[[], T]) -> T:
@@ -67,16 +66,6 @@ def recomputing() -> bool:
     return _replaying.get() is not None
 
 
-@contextlib.contextmanager
-def pinned() -> Iterator[None]:
-    """Keep the results of collectives started inside, under selective recompute."""
-    token = _pinned.set(True)
-    try:
-        yield
-    finally:
-        _pinned.reset(token)
-
-
 _ATTENTION = {
     getattr(torch.ops.aten, name).default
     for name in (
@@ -86,14 +75,10 @@ _ATTENTION = {
         "_scaled_dot_product_flash_attention_for_cpu",
     )
 }
-_EXCHANGE = {
-    torch.ops._c10d_functional.all_to_all_single.default,
-    torch.ops._c10d_functional.wait_tensor.default,
-}
 
 
 def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if op in _ATTENTION or (op in _EXCHANGE and _pinned.get()):
+    if op in _ATTENTION:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
