@@ -3,12 +3,13 @@
 | mode      | kept of a block                                                                     |
 |-----------|-------------------------------------------------------------------------------------|
 | none      | what autograd saves                                                                 |
-| selective | its input, routing and attention outputs; norms, projections, dispatched rows,      |
+| selective | its input and attention outputs; norms, routing, projections, dispatched rows,      |
 |           | activations and expert hidden states are computed (rows sent) again                 |
-| full      | its input and routing                                                               |
+| full      | its input                                                                           |
 
-(Selective: after arXiv:2205.05198, section 5.) Decisions go through `keep`: the second run gets the
-value of the first, whatever rounding does. Losses and counters ask `recomputing`.
+(Selective: after arXiv:2205.05198, section 5.) The second run routes again, from the same bits and
+with noise keyed by token, so it chooses as the first did (R1, N3). What must count once asks
+`recomputing`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import (
@@ -27,43 +28,12 @@ from torch.utils.checkpoint import (
 
 from moe_tp.parallel.layout import Recompute
 
-T = TypeVar("T")
-
-
-class _Tape:
-    """Decisions of one run of a block, in the order in which they were taken."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self.position = 0
-
-
-_recording: ContextVar[_Tape | None] = ContextVar("recording", default=None)
-_replaying: ContextVar[_Tape | None] = ContextVar("replaying", default=None)
-
-
-def keep(decide: Callable[[], T]) -> T:
-    """Return `decide()`; in the second run of a recomputed block, what the first run returned.
-
-    Args:
-        decide: takes a decision that must not be taken twice, such as which experts a token
-            goes to; its result is kept and must not be differentiable.
-    """
-    replaying = _replaying.get()
-    if replaying is not None:
-        value: T = replaying.values[replaying.position]
-        replaying.position += 1
-        return value
-    value = decide()
-    recording = _recording.get()
-    if recording is not None:
-        recording.values.append(value)
-    return value
+_second_run: ContextVar[bool] = ContextVar("second_run", default=False)
 
 
 def recomputing() -> bool:
     """Return whether this is the second run of a recomputed block: count nothing again."""
-    return _replaying.get() is not None
+    return _second_run.get()
 
 
 _ATTENTION = {
@@ -83,25 +53,23 @@ def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Bound:
-    """Context in which decisions go to or come from a tape; may be entered more than once.
+class _SecondRun:
+    """Context of a block's second run; may be entered more than once.
 
     Schedules that split backward into input and weight gradients run a block's second run twice.
     """
 
-    def __init__(self, variable: ContextVar[_Tape | None], tape: _Tape, inner: Any = None) -> None:
-        self.variable, self.tape = variable, tape
-        self.inner = inner or contextlib.nullcontext()
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
         self.tokens: list[Any] = []
 
     def __enter__(self) -> None:
-        self.tape.position = 0
-        self.tokens.append(self.variable.set(self.tape))
+        self.tokens.append(_second_run.set(True))
         self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.inner.__exit__(*error)
-        self.variable.reset(self.tokens.pop())
+        _second_run.reset(self.tokens.pop())
 
 
 def run_block(block: Callable[..., Any], mode: Recompute, *args: Any) -> Any:
@@ -117,10 +85,10 @@ def run_block(block: Callable[..., Any], mode: Recompute, *args: Any) -> Any:
         return block(*args)
 
     def contexts() -> tuple[Any, Any]:
-        tape = _Tape()
-        save, load = None, None
+        first: Any = contextlib.nullcontext()
+        second: Any = contextlib.nullcontext()
         if mode == "selective":
-            save, load = create_selective_checkpoint_contexts(_policy)
-        return _Bound(_recording, tape, save), _Bound(_replaying, tape, load)
+            first, second = create_selective_checkpoint_contexts(_policy)
+        return first, _SecondRun(second)
 
     return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
