@@ -184,6 +184,16 @@ def _aux_loss_of_own_tokens() -> Patch:
     return mock.patch.object(losses, "raw_all_reduce", lambda x, group, *a, **k: x.clone())
 
 
+def _aux_loss_reported_wrong() -> Patch:
+    """The value alone; its gradients are right."""
+
+    def report(run: Any, *args: Any, **kwargs: Any) -> Any:
+        out = run(*args, **kwargs)
+        return replace(out, aux=replace(out.aux, loss=out.aux.loss * 1.01))
+
+    return _wrap(verify_run, "forward_backward", report)
+
+
 def _vocabulary_padding_speaks() -> Patch:
     return mock.patch.object(vocab._Head, "real_rows", lambda self, rows: rows)
 
@@ -252,6 +262,7 @@ FAULTS: dict[str, tuple[Callable[[], Patch], str, ParallelLayout, str]] = {
     "documents see each other": (_documents_see_each_other, "mixtral-8", L(), "logits"),
     "wrong divisor": (_wrong_divisor, "mixtral-8", L(), "loss"),
     "aux loss of own tokens": (_aux_loss_of_own_tokens, "mixtral-8", L(), "loss"),
+    "aux loss reported wrong": (_aux_loss_reported_wrong, "mixtral-8", L(), "loss"),
     "padded vocabulary speaks": (_vocabulary_padding_speaks, "mixtral-8", L(tp=2), "loss"),
     "another expert chosen": (_choice_of_another_expert, "mixtral-8", L(), "routing"),
     "token left out": (_token_left_out, "mixtral-8", L(tp=2), "real tokens"),
