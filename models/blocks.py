@@ -100,6 +100,7 @@ class Block(nn.Module):
             key=call.key(self.layer, "router", tokens.token_ids_T) if self.training else None,
             sequences=Sequences(sequence_T=tokens.sequence_T, count=tokens.batch),
             step_tokens=call.step_tokens,
+            identity=tokens.token_ids_T,
         )
         return y_TD, aux
 

@@ -87,6 +87,7 @@ def assign(
     mask_T: Tensor | None = None,
     steered_TE: Tensor | None = None,
     scores_TE: Tensor | None = None,
+    placed_TK: Tensor | None = None,
 ) -> Assignment:
     """Return the assignment of given choices: weights from unbiased scores, capacity, counts.
 
@@ -97,6 +98,7 @@ def assign(
         mask_T: True where a token is real.
         steered_TE: logits with noise and expert dropout, if they differ; scores come from these.
         scores_TE: scores of steered_TE, if they are there already.
+        placed_TK: the choices that found a place before; None: capacity decides now.
     """
     with full_precision(logits_TE.device):
         logits_TE = promote(logits_TE, config.dtype)
@@ -110,7 +112,10 @@ def assign(
         chosen_E = count_experts(ids_TK, config.num_experts)
         chosen_TK, counts_E, capacity = ids_TK, chosen_E, None
         if config.capacity_factor is not None and config.kind != "expert_choice":
-            ids_TK = drop_over_capacity(ids_TK, weights_TK, config, mask_T=mask_T)
+            if placed_TK is None:
+                ids_TK = drop_over_capacity(ids_TK, weights_TK, config, mask_T=mask_T)
+            else:
+                ids_TK = placed_TK
             weights_TK = torch.where(ids_TK >= 0, weights_TK, 0.0)
             counts_E = count_experts(ids_TK, config.num_experts)
             capacity = capacity_bound(ids_TK.shape[0], config)

@@ -38,6 +38,7 @@ def route(
     kept_E: Tensor | None = None,
     table_VK: Tensor | None = None,
     replay_TK: Tensor | None = None,
+    placed_TK: Tensor | None = None,
     layer: int | str | None = None,
     rank: int | None = None,
     check: bool = True,
@@ -60,6 +61,7 @@ def route(
         kept_E: bool, the experts that take part, in place of a draw for `expert_dropout`.
         table_VK: int64, the experts of each vocabulary id, for `kind="hash"`.
         replay_TK: int64, recorded choices to use again; weights come from these logits.
+        placed_TK: int64, the part of `replay_TK` that found a place; None: capacity decides again.
         layer, rank: named in the error.
         check: refuse rows with a NaN, +inf or nothing but -inf (R7), at one host synchronisation.
     """
@@ -87,7 +89,13 @@ def route(
                     steered_TE, scores_TE, config, bias_E, mask_T, token_ids_T, uniform_TE, table_VK
                 )
         return assign(
-            ids_TK, logits_TE, config, mask_T=mask_T, steered_TE=steered_TE, scores_TE=scores_TE
+            ids_TK,
+            logits_TE,
+            config,
+            mask_T=mask_T,
+            steered_TE=steered_TE,
+            scores_TE=scores_TE,
+            placed_TK=placed_TK,
         )
 
 

@@ -9,7 +9,7 @@ own; the losses that keep the load even are worked out over all ranks.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
@@ -37,6 +37,20 @@ from moe_tp.routing.config import RouterConfig
 from moe_tp.routing.table import ExpertTable
 
 __all__ = ["GroupedExperts", "MoE", "MoEAux", "Router", "Sequences", "update_router_bias"]
+
+
+class RoutingTape(Protocol):
+    """Records or replays choices; `MoE.tape` holds one, see `moe_tp.experts.replay`."""
+
+    def before(
+        self, layer: int, identity_T: torch.Tensor | None, mask_T: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return the choices to use again, or None to choose now."""
+        ...
+
+    def after(self, layer: int, identity_T: torch.Tensor | None, assignment: Assignment) -> None:
+        """Take note of the choices."""
+        ...
 
 
 class MoE(nn.Module):
@@ -122,6 +136,7 @@ class MoE(nn.Module):
             if not hidden:
                 raise ConfigError("shared_gate=True has no shared expert; set num_shared")
             self.shared_gate = ReplicatedLinear(dim, 1, mesh, dtype=dtype, init=init)
+        self.tape: RoutingTape | None = None
         self._host_ranks = mesh.size("stage") if gradient == "mean" else 1
         for module in self.modules():
             if isinstance(module, ParallelModule):
@@ -145,6 +160,7 @@ class MoE(nn.Module):
         sequences: Sequences | None = None,
         step_tokens: torch.Tensor | int | None = None,
         replay: torch.Tensor | None = None,
+        identity: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, MoEAux]:
         """Return the layer's output, of x's shape and dtype, and what the router has to say.
 
@@ -157,6 +173,7 @@ class MoE(nn.Module):
             step_tokens: real tokens of the whole optimiser step, for losses that add up over its
                 micro-batches; None: the losses are means over this call's tokens.
             replay: `[T, K]` recorded choices to use again.
+            identity: a number for each token, the same in every layout, for `record_routing`.
 
         Collectives: those of the dispatcher over ep and etp, of the shared expert over tp, and of
         the losses over all owners of tokens.
@@ -164,8 +181,12 @@ class MoE(nn.Module):
         x_TD = x.reshape(-1, self.dim)
         mask_T = None if mask is None else mask.reshape(-1)
         ids_T = None if token_ids is None else token_ids.reshape(-1)
+        if self.tape is not None and replay is None:
+            replay = self.tape.before(self.layer, identity, mask_T)
 
         assignment = self.router(x_TD, mask_T=mask_T, token_ids_T=ids_T, key=key, replay_TK=replay)
+        if self.tape is not None:
+            self.tape.after(self.layer, identity, assignment)
         y_TD = self._routed_and_shared(x_TD, assignment, mask_T)
         aux = router_losses(
             assignment, self.config, self.mesh,

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from torch.autograd import Function
 
+from moe_tp.errors import RoutingError
 from moe_tp.log import warn_once
 from moe_tp.parallel.collectives import apply_function, raw_all_reduce
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import ZEROS, Init, ParallelModule, ParamSpec, to_local
 from moe_tp.parallel.random import DropoutKey, hash_bits, key_of
+from moe_tp.parallel.recompute import recall, remember
 from moe_tp.routing.assignment import Assignment
 from moe_tp.routing.balance import bias_rate_at, update_bias
 from moe_tp.routing.config import RouterConfig
@@ -120,7 +122,11 @@ class Router(ParallelModule):
             seen_TD, self.local("weight"), biases.get("bias"), dtype=config.dtype
         )
         logits_TE = self.with_low_rank(seen_TD.to(logits_TE.dtype), logits_TE)
-        return route(
+        first = recall()
+        if first is not None and config.function is None:
+            # the second run of a recomputed block decides nothing again (N3)
+            replay_TK, noise["placed_TK"] = first
+        assignment = route(
             logits_TE,
             config,
             bias_E=biases.get("correction_bias"),
@@ -129,8 +135,17 @@ class Router(ParallelModule):
             replay_TK=replay_TK,
             layer=self.layer,
             rank=self.mesh.rank,
+            check=first is None,
             **noise,
         )
+        own_rule = config.function is not None
+        if first is not None and own_rule and not torch.equal(first[1], assignment.ids_TK):
+            raise RoutingError(
+                f"rank {self.mesh.rank}, layer {self.layer}: the routing function chose other "
+                "experts in the recompute than in the forward; make it a function of its arguments"
+            )
+        remember((assignment.chosen_TK, assignment.ids_TK))
+        return assignment
 
     def _draw(
         self, x_TD: torch.Tensor, key: DropoutKey | None

@@ -3,13 +3,13 @@
 | mode      | kept of a block                                                                     |
 |-----------|-------------------------------------------------------------------------------------|
 | none      | what autograd saves                                                                 |
-| selective | its input and attention outputs; norms, routing, projections, dispatched rows,      |
+| selective | its input, routing and attention outputs; norms, projections, dispatched rows,      |
 |           | activations and expert hidden states are computed (rows sent) again                 |
-| full      | its input                                                                           |
+| full      | its input and routing                                                               |
 
-(Selective: after arXiv:2205.05198, section 5.) The second run routes again, from the same bits and
-with noise keyed by token, so it chooses as the first did (R1, N3). What must count once asks
-`recomputing`.
+(Selective: after arXiv:2205.05198, section 5.) The first run of a block hands its decisions to
+`remember`, and the second gets them from `recall` in the same order, whatever rounding does to its
+logits (R1, N3). What must count once asks `recomputing`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,42 @@ from torch.utils.checkpoint import (
 
 from moe_tp.parallel.layout import Recompute
 
-_second_run: ContextVar[bool] = ContextVar("second_run", default=False)
+
+class _Tape:
+    """Decisions of one block's first run, in the order in which they were taken."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.position = 0
+
+
+_recording: ContextVar[_Tape | None] = ContextVar("recording", default=None)
+_replaying: ContextVar[_Tape | None] = ContextVar("replaying", default=None)
 
 
 def recomputing() -> bool:
     """Return whether this is the second run of a recomputed block: count nothing again."""
-    return _second_run.get()
+    return _replaying.get() is not None
+
+
+def remember(decision: Any) -> None:
+    """Keep a decision for the second run; does nothing where there will be none.
+
+    Args:
+        decision: not differentiable; as many and in the same order as the second run recalls.
+    """
+    tape = _recording.get()
+    if tape is not None:
+        tape.values.append(decision)
+
+
+def recall() -> Any | None:
+    """Return in the second run the next decision of the first, and otherwise None."""
+    tape = _replaying.get()
+    if tape is None:
+        return None
+    tape.position += 1
+    return tape.values[tape.position - 1]
 
 
 _ATTENTION = {
@@ -53,23 +83,24 @@ def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _SecondRun:
-    """Context of a block's second run; may be entered more than once.
+class _Run:
+    """Context of a block's first or second run; may be entered more than once.
 
     Schedules that split backward into input and weight gradients run a block's second run twice.
     """
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    def __init__(self, variable: ContextVar[_Tape | None], tape: _Tape, inner: Any) -> None:
+        self.variable, self.tape, self.inner = variable, tape, inner
         self.tokens: list[Any] = []
 
     def __enter__(self) -> None:
-        self.tokens.append(_second_run.set(True))
+        self.tape.position = 0
+        self.tokens.append(self.variable.set(self.tape))
         self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.inner.__exit__(*error)
-        _second_run.reset(self.tokens.pop())
+        self.variable.reset(self.tokens.pop())
 
 
 def run_block(block: Callable[..., Any], mode: Recompute, *args: Any) -> Any:
@@ -85,10 +116,11 @@ def run_block(block: Callable[..., Any], mode: Recompute, *args: Any) -> Any:
         return block(*args)
 
     def contexts() -> tuple[Any, Any]:
+        tape = _Tape()
         first: Any = contextlib.nullcontext()
         second: Any = contextlib.nullcontext()
         if mode == "selective":
             first, second = create_selective_checkpoint_contexts(_policy)
-        return first, _SecondRun(second)
+        return _Run(_recording, tape, first), _Run(_replaying, tape, second)
 
     return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
