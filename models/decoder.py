@@ -121,13 +121,6 @@ class Decoder(nn.Module):
         dtype = self.mesh.runtime.compute_dtype
         return next(self.parameters()).dtype if dtype is None else dtype
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Cast or move, keeping a tied head the embedding's very parameter."""
-        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.config.tie_embeddings and self.head is not None and self.embed is not None:
-            self.head._parameters["weight"] = self.embed._parameters["weight"]
-        return result
-
     def forward(
         self,
         input_ids: torch.Tensor,

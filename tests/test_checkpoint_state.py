@@ -186,6 +186,11 @@ def test_another_layout_goes_on_with_the_same_losses(
     output = "-".join([name, *first, "to", *second])
     tree = settings(root, output, name, save_every=2)
     run_ranks(stop_after, 2, {**tree, "parallel": first}, 4)
+    stopped = newest_state(root / output)
+    assert stopped is not None
+    with open_state(stopped) as folder:
+        assert "model.embed.weight" in folder.logical
+        assert ("model.head.weight" in folder.logical) == (name != "mixtral")  # tied: once
     run_ranks(run, 2, {**tree, "parallel": second}, True)
     for found, expected in zip(curve(root / output), curve(whole_runs[name]), strict=True):
         assert np.allclose(found, expected, rtol=0, atol=1e-9), (found, expected)

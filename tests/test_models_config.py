@@ -223,6 +223,23 @@ def test_rope_equals_transformers(case: str) -> None:
         torch.testing.assert_close(turned.cos_BSh, got.real, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_with_and_without_truncation(truncate: bool) -> None:
+    """At GPT-OSS's published sizes the two differ; transformers has both."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": truncate,
+        "original_max_position_embeddings": 4096,
+    }
+    raw = hub_config("gpt_oss", head_dim=64, rope_parameters=rope)
+    ours = inverse_frequencies(ModelConfig.from_hub(raw).rope, 64)
+    torch.testing.assert_close(ours, reference(raw).model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
+
+
 def test_configs_are_frozen() -> None:
     config = preset("mixtral")
     with pytest.raises(AttributeError):
