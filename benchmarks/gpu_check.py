@@ -24,9 +24,22 @@ ROOT = Path(__file__).resolve().parents[1]
 # Layouts by the number of ranks they fill; `dp` is the rest.
 SWEEP: dict[int, tuple[str, ...]] = {
     1: ("",),
-    2: ("--ep 2", "--etp 2", "--tp 2", "--tp 2 --ep 2", "--tp 2 --etp 2"),
-    4: ("--ep 4", "--ep 2 --etp 2", "--tp 2 --ep 2 --etp 2", "--tp 4 --ep 2", "--tp 2 --ep 4"),
-    8: ("--ep 8", "--ep 4 --etp 2", "--tp 2 --ep 4 --etp 2", "--tp 4 --ep 2 --etp 4", "--tp 2"),
+    2: (
+        *("--ep 2", "--etp 2", "--tp 2", "--tp 2 --ep 2", "--tp 2 --etp 2"),
+        *("--zero 3 --ep 2", "--pp 2", "--cp 2 --ep 2"),
+    ),
+    4: (
+        *("--ep 4", "--ep 2 --etp 2", "--tp 2 --ep 2 --etp 2", "--tp 4 --ep 2", "--tp 2 --ep 4"),
+        *("--zero 3 --tp 2 --ep 2 --etp 2", "--pp 2 --tp 2 --ep 2", "--cp 2 --tp 2 --ep 4"),
+    ),
+    8: (
+        *("--ep 8", "--ep 4 --etp 2", "--tp 2 --ep 4 --etp 2", "--tp 4 --ep 2 --etp 4", "--tp 2"),
+        *(
+            "--zero 3 --tp 2 --ep 4 --etp 2",
+            "--pp 2 --cp 2 --tp 2 --ep 4",
+            "--zero 1 --pp 2 --ep 4",
+        ),
+    ),
 }
 EXPERTS = (8, 6)
 
