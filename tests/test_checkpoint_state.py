@@ -15,14 +15,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from moe_tp.checkpoint.state import (
-    list_states,
-    load_state,
-    newest_state,
-    open_state,
-    save_state,
-    state_folder,
-)
+from moe_tp.checkpoint.state import load_state, save_state
+from moe_tp.checkpoint.states import list_states, newest_state, open_state, state_folder
 from moe_tp.cli.main import main
 from moe_tp.errors import CheckpointError, ConfigError, MoeTpError
 from moe_tp.models import ModelConfig, build, save_pretrained
@@ -387,7 +381,7 @@ def test_a_killed_rank_costs_no_more_than_the_steps_since(
     root: Path, whole_runs: dict[str, Path]
 ) -> None:
     """K4, K5: killed twice, in different layouts, then finished by one process."""
-    tree = settings(root, "killed", save_every=1)
+    tree = settings(root, "killed", save_every=1, async_save=False)
     for layout, after in (({"tp": 2}, 2), ({"dp": 2, "ep": 2, "zero": 1}, 4)):
         report = run_crash(die_in_step, 2, {**tree, "parallel": layout}, after)
         assert report.exit_codes[1] == -signal.SIGKILL, report.stderr

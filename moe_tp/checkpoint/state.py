@@ -10,48 +10,41 @@ its own `local_index`. So any (dp, tp, ep, etp, pp, cp, zero) reads what any oth
 Why not `torch.distributed.checkpoint`: it saves a DTensor's chunks in its padded shape, and padding
 follows the layout here (experts on uneven ep lie in `slots`, vocabularies are padded to tp), so the
 same element has another place under another layout. A planner that writes logical blocks instead
-would leave of DCP only its pickled metadata, which K7 forbids us to read. Saving is synchronous.
+would leave of DCP only its pickled metadata, which K7 forbids us to read.
+
+Saving has two halves, so that the second may run beside the training: `stage_state` copies what
+this rank will write into host memory, `write_state` writes it through a group of its own.
 
 `config.json` has a model type of its own, so no reader of hub folders takes it for a model.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
+import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from moe_tp.checkpoint import atomic
 from moe_tp.checkpoint.agree import gather_json, together
 from moe_tp.checkpoint.blocks import split
 from moe_tp.checkpoint.files import FilePlan, parse_size, plain_tensor, plan_files
-from moe_tp.checkpoint.holdings import gather_holdings
+from moe_tp.checkpoint.holdings import Holding, gather_holdings
 from moe_tp.checkpoint.load import BUFFER, Progress, Target
 from moe_tp.checkpoint.reader import HubFolder
 from moe_tp.checkpoint.rules import NameRules, whole
-from moe_tp.checkpoint.scan import CONFIG, UNFINISHED
+from moe_tp.checkpoint.states import KIND, VERSION, open_state
 from moe_tp.checkpoint.supply import ModelSupply
 from moe_tp.checkpoint.writer import SaveReport, write_folder
 from moe_tp.errors import CheckpointError
-from moe_tp.log import get_logger
+from moe_tp.parallel.collectives import Group
 from moe_tp.parallel.parameter import ParallelModule, local_index, mesh_of, named_specs, to_local
 from moe_tp.parallel.zero import reshard
 
-KIND, VERSION = "moe_tp_training_state", 1
-_NAME = re.compile(r"checkpoint-([0-9]+)")
 _NO_TIES: Mapping[str, str] = {}
-
-_log = get_logger(__name__)
-
-
-def state_folder(output: Path, step: int) -> Path:
-    """Return the path of the checkpoint of a step."""
-    return output / f"checkpoint-{step}"
 
 
 def save_state(
@@ -80,6 +73,49 @@ def save_state(
 
     Collectives: over the world: agreements, a table of contents, one all-to-all a round.
     """
+    world, device = mesh_of(model).group("world"), mesh_of(model).device
+    staged = stage_state(model, optimizer, tied=tied)
+    return write_state(
+        staged, path, facts, world, device, max_shard_size=max_shard_size, progress=progress
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedState:
+    """A model and its optimiser between two steps, as one rank will write them.
+
+    Args:
+        optimizer: name of its class.
+        targets: this rank's tensors.
+        holdings: how every tensor is held by the ranks.
+    """
+
+    optimizer: str
+    targets: Sequence[Target]
+    holdings: Mapping[str, Holding]
+
+
+def stage_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    tied: Mapping[str, str] = _NO_TIES,
+    copies: dict[str, torch.Tensor] | None = None,
+) -> StagedState:
+    """Return what `write_state` writes; collective.
+
+    Args:
+        model: in any layout, between two steps.
+        optimizer: of its parameters.
+        tied: as in `save_state`.
+        copies: host memory of the last call, to be used again: training may go on while the state
+            is written. Only what this rank has to write is copied. None: nothing is copied.
+
+    Raises:
+        CheckpointError: on every rank, for optimiser state that no layout could read.
+
+    Collectives: over the world: an agreement, a table of contents.
+    """
     mesh = mesh_of(model)
     world, device = mesh.group("world"), mesh.device
     reshard(model)  # a forward without backward leaves whole parameters
@@ -89,24 +125,69 @@ def save_state(
 
     targets = together(list_targets, world, device)
     holdings = gather_holdings(targets, world, device)
+    if copies is not None:
+        mine = {
+            fqn for fqn, h in holdings.items() if any(cell.rank == world.rank for cell in h.cells)
+        }
+        targets = [
+            dataclasses.replace(target, local=_host_copy(target, copies))
+            for target in targets
+            if target.fqn in mine
+        ]
+    return StagedState(optimizer=type(optimizer).__name__, targets=targets, holdings=holdings)
+
+
+def _host_copy(target: Target, copies: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the tensor in host memory, in the place of its last copy where there is one."""
+    old, local = copies.get(target.fqn), target.local
+    if old is None or (old.shape, old.dtype) != (local.shape, local.dtype):
+        pinned = local.device.type == "cuda"
+        old = copies[target.fqn] = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned)
+    return old.copy_(local)
+
+
+def write_state(
+    staged: StagedState,
+    path: Path,
+    facts: Mapping[str, Any],
+    group: Group,
+    device: torch.device,
+    *,
+    max_shard_size: int | str = "5GB",
+    progress: Progress | None = None,
+) -> SaveReport:
+    """Return what was written to make `path` a checkpoint; collective, on any thread.
+
+    Args:
+        staged: of every rank, from the same step.
+        path, facts, max_shard_size, progress: as in `save_state`.
+        group: the ranks of the world; on another thread than the training's a group of its own.
+        device: where collectives of the group take their tensors.
+
+    Raises:
+        CheckpointError: on every rank; what lay at `path`, and older checkpoints, are untouched.
+
+    Collectives: over `group`: agreements, one all-to-all a round.
+    """
+    holdings = staged.holdings
 
     def plan() -> tuple[list[FilePlan], ModelSupply]:
         rules = NameRules(pieces={name: whole(name, h.shape) for name, h in holdings.items()})
         tensors = [
             plain_tensor(name, holdings[name].dtype, s) for name, s in rules.hub_shapes().items()
         ]
-        supply = ModelSupply(rules, targets, holdings, world, device)
+        supply = ModelSupply(rules, staged.targets, holdings, group, device)
         return plan_files(tensors, parse_size(max_shard_size)), supply
 
-    plans, supply = together(plan, world, device)
+    plans, supply = together(plan, group, device)
     config = {
         "model_type": KIND,
         "version": VERSION,
-        "optimizer": type(optimizer).__name__,
+        "optimizer": staged.optimizer,
         "facts": dict(facts),
     }
     with torch.no_grad():
-        return write_folder(path, plans, supply, config, world, device, progress=progress)
+        return write_folder(path, plans, supply, config, group, device, progress=progress)
 
 
 def load_state(
@@ -165,82 +246,6 @@ def load_state(
             together(lambda: _fill(folder, targets), world, device)
         facts: dict[str, Any] = folder.config["facts"]
         return facts
-
-
-def open_state(path: Path) -> HubFolder:
-    """Return a checkpoint, its headers read and checked against the sizes of its files.
-
-    Raises:
-        CheckpointError: it is torn, or no checkpoint of this version.
-    """
-    folder = HubFolder(path)
-    found = (folder.config.get("model_type"), folder.config.get("version"))
-    if found != (KIND, VERSION):
-        folder.close()
-        raise CheckpointError(
-            f"{path}: expected a training checkpoint (model_type {KIND!r}, version {VERSION}), "
-            f"found model_type {found[0]!r}, version {found[1]}"
-        )
-    return folder
-
-
-def is_state(path: Path) -> bool:
-    """Return whether a folder says of itself that it is a training checkpoint, whole or torn."""
-    file = path / CONFIG
-    return file.is_file() and KIND in file.read_text(encoding="utf-8", errors="replace")
-
-
-def list_states(output: Path) -> list[Path]:
-    """Return the folders named as checkpoints, the newest first, whole or torn."""
-    if not output.is_dir():
-        return []
-    found = {}
-    for entry in output.iterdir():
-        match = _NAME.fullmatch(entry.name)
-        if match is not None and entry.is_dir():
-            found[int(match[1])] = entry
-    return [found[step] for step in sorted(found, reverse=True)]
-
-
-def newest_state(output: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, None where there is none of any kind.
-
-    A torn one is named in a warning and left where it lies.
-
-    Raises:
-        CheckpointError: there are checkpoints, but each of them is torn.
-    """
-    reasons = []
-    for path in list_states(output):
-        try:
-            open_state(path).close()
-        except CheckpointError as error:
-            _log.warning("%s is passed over: %s", path.name, error)
-            reasons.append(f"{path.name}: {error}")
-        else:
-            return path
-    if reasons:
-        raise CheckpointError(
-            f"{output}: none of its {len(reasons)} checkpoints is complete; {reasons[0]}"
-        )
-    return None
-
-
-def keep_states(output: Path, keep: int) -> None:
-    """Delete complete checkpoints but the newest `keep`; for one rank, after a save.
-
-    A deletion that is cut short leaves a folder that every reader refuses.
-    """
-    whole_ones = [p for p in list_states(output) if not (p / UNFINISHED).exists() and is_state(p)]
-    for path in whole_ones[keep:]:
-        atomic.write_bytes(
-            path / UNFINISHED, b'{"what": "an old checkpoint that is being deleted"}'
-        )
-        atomic.sync_folder(path)
-        atomic.abandon(path)
-    for path in list_states(output):
-        if (path / UNFINISHED).exists():  # what an earlier deletion left
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _model_targets(model: nn.Module, tied: Mapping[str, str]) -> list[Target]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from moe_tp.checkpoint import HubFolder, NameRules, SaveReport, export_folder
-from moe_tp.checkpoint.state import is_state
+from moe_tp.checkpoint.states import is_state
 from moe_tp.cli.options import (
     add_json_argument,
     add_layout_arguments,

@@ -189,6 +189,10 @@ class Router(ParallelModule):
             rate = bias_rate_at(self.config, int(self.bias_steps))
             bias_E.copy_(update_bias(bias_E, counts_E, rate))
         self.bias_steps += 1
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        """Forget the step's load, as where a step is left out."""
         self.step_counts_E.zero_()
         self._counted = False
 
@@ -233,6 +237,13 @@ def update_router_bias(model: nn.Module) -> None:
         sizes = [router.config.num_experts for router in routers]
         for router, counts_E in zip(routers, total.split(sizes), strict=True):
             router.finish_step(counts_E)
+
+
+def forget_router_load(model: nn.Module) -> None:
+    """Forget the load of a step that was left out: the correction biases stay as they are."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.forget_step()
 
 
 def _uniform(

@@ -88,6 +88,10 @@ class TrainConfig:
         eval_every: steps between evaluations; 0: only after the last step.
         save_every: steps between checkpoints; 0: none, except on SIGTERM.
         keep: newest checkpoints that are kept.
+        keep_best: checkpoints kept beside them: those with the smallest held-out loss among the
+            ones of steps that were evaluated.
+        async_save: write checkpoints beside the next steps, from a copy in host memory (on each
+            rank, of what that rank writes).
         load_every: steps between lines of expert load in load.jsonl.
         max_bad_steps: steps in a row with a loss or gradient that is not finite, each left out,
             before the run stops.
@@ -117,6 +121,8 @@ class TrainConfig:
     eval_every: int = 0
     save_every: int = 0
     keep: int = 2
+    keep_best: int = 1
+    async_save: bool = True
     load_every: int = 10
     max_bad_steps: int = 5
     probe_tokens: int = 0
@@ -130,7 +136,7 @@ class TrainConfig:
             )
         for name in ("micro_batch", "global_batch", "keep", "load_every", "max_bad_steps"):
             _at_least(f"train.{name}", getattr(self, name), 1)
-        for name in ("warmup_steps", "eval_every", "save_every", "probe_tokens"):
+        for name in ("warmup_steps", "eval_every", "save_every", "keep_best", "probe_tokens"):
             _at_least(f"train.{name}", getattr(self, name), 0)
         if self.steps is not None:
             _at_least("train.steps", self.steps, 1)

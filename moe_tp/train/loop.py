@@ -15,7 +15,7 @@ import torch
 
 from moe_tp.checkpoint.agree import gather_json, together
 from moe_tp.errors import MoeTpError
-from moe_tp.experts.moe import update_router_bias
+from moe_tp.experts.router import forget_router_load, update_router_bias
 from moe_tp.models.decoder import Decoder
 from moe_tp.models.load import from_pretrained, save_pretrained
 from moe_tp.parallel.gradients import clip_grad_norm, settle_gradients
@@ -39,6 +39,7 @@ from moe_tp.train.resume import (
     sigterm_flag,
 )
 from moe_tp.train.rows import Rows
+from moe_tp.train.saver import Saver
 from moe_tp.train.settings import to_yaml
 from moe_tp.train.step import StepOutput, forward_backward
 
@@ -118,6 +119,7 @@ class Run:
         )
         self.steps = self._num_steps()
         self.optimizer = make_optimizer(self.model, config.train)
+        self.saver = Saver(mesh, background=config.train.async_save)
         self.step = self.total_tokens = self.bad_steps = self.bad_in_a_row = 0
         self.last_loss: float | None = None
         self.stopped = False
@@ -148,7 +150,9 @@ class Run:
                 every = self.config.train.save_every
                 self.stopped = any_rank(told_to_stop(), self.mesh)
                 if self.stopped or (every and self.step % every == 0):
-                    progress.note(f"saved {self.save_checkpoint().name}")
+                    path = self.save_checkpoint(line.get("eval_loss"))
+                    progress.note(f"saving {path.name}")
+            self.saver.wait()
         metrics.close()
         load.close()
         seconds = time.monotonic() - began
@@ -166,8 +170,14 @@ class Run:
         together(self._write_report, self.mesh.group("world"), self.mesh.device)
         return result
 
-    def save_checkpoint(self) -> Path:
-        """Return the checkpoint written after the step that has just ended; collective."""
+    def save_checkpoint(self, eval_loss: float | None = None) -> Path:
+        """Return the checkpoint of the step that has just ended; it is there after `saver.wait()`.
+
+        Args:
+            eval_loss: held-out loss at this step, if it was evaluated.
+
+        Collectives: those of `resume.save_checkpoint`.
+        """
         counters = {
             "step": self.step,
             "total_tokens": self.total_tokens,
@@ -181,7 +191,9 @@ class Run:
             self.optimizer,
             self.config,
             counters,
+            self.saver,
             residual_dropout=self._own_dropout,
+            eval_loss=eval_loss,
         )
 
     def restore(self, checkpoint: Path) -> None:
@@ -216,11 +228,12 @@ class Run:
         where = None if good else non_finite_parameter(self.model)
         if good:
             self.optimizer.step()
+            update_router_bias(self.model)
             self.bad_in_a_row = 0
         else:
+            forget_router_load(self.model)
             self.bad_steps += 1
             self.bad_in_a_row += 1
-        update_router_bias(self.model)
         self.step += 1
         self.total_tokens += out.target_tokens
         line = self._line(out, loss, norm, rate, time.monotonic() - start)
@@ -351,6 +364,7 @@ class Run:
     def _stop_if_hopeless(self) -> None:
         if self.bad_in_a_row < self.config.train.max_bad_steps:
             return
+        self.saver.wait()
         raise MoeTpError(
             f"the last {self.bad_in_a_row} steps had a loss or gradient that is not finite, so the "
             f"run stops at step {self.step} (train.max_bad_steps="

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import signal
 import threading
@@ -16,13 +17,12 @@ import torch
 from moe_tp.checkpoint.agree import gather_json, together
 from moe_tp.checkpoint.reader import HubFolder
 from moe_tp.checkpoint.rules import NameRules
-from moe_tp.checkpoint.state import (
+from moe_tp.checkpoint.state import load_state, stage_state, write_state
+from moe_tp.checkpoint.states import (
+    facts_of,
     keep_states,
     list_states,
-    load_state,
     newest_state,
-    open_state,
-    save_state,
     state_folder,
 )
 from moe_tp.checkpoint.writer import SaveReport, save_hub
@@ -32,10 +32,11 @@ from moe_tp.models import ModelConfig
 from moe_tp.models.decoder import Decoder
 from moe_tp.models.families import rules_for
 from moe_tp.models.load import allocate
-from moe_tp.parallel.collectives import raw_all_reduce
+from moe_tp.parallel.collectives import Group, raw_all_reduce
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.train.config import FinetuneConfig
 from moe_tp.train.lora import LoRAConfig, apply_lora, merge_lora
+from moe_tp.train.saver import Saver
 from moe_tp.train.settings import from_mapping, to_mapping
 
 # What a run must not change when it goes on: data order, schedule and moments mean something else
@@ -70,45 +71,71 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     config: FinetuneConfig,
     counters: Mapping[str, Any],
+    saver: Saver,
     *,
     residual_dropout: float,
+    eval_loss: float | None = None,
 ) -> Path:
-    """Return the checkpoint of the step that has just ended; collective and synchronous.
+    """Return the checkpoint of the step that has just ended; `saver.wait()` says when it is there.
 
     Args:
         model, optimizer: after the step.
         config: of the run; names the output folder.
         counters: JSON that `resume_run` returns; `step` names the folder.
+        saver: writes it.
         residual_dropout: the model's own, which is no setting of the run.
+        eval_loss: held-out loss at this step, by which the best checkpoints are chosen.
 
     Raises:
-        CheckpointError: it could not be written; older checkpoints are untouched.
+        CheckpointError: the checkpoint before this one could not be written; older checkpoints are
+            untouched.
 
-    Collectives: those of `save_state` and an agreement over the world.
+    Collectives: those of `stage_state`; on the saver's thread those of `write_state` and an
+    agreement over the world.
     """
-    mesh, output = model.mesh, Path(config.output)
+    saver.wait()
+    output, train = Path(config.output), config.train
     path = state_folder(output, counters["step"])
     hub = dataclasses.replace(model.config, residual_dropout=residual_dropout).to_hub()
     facts = {
         "counters": dict(counters),
+        "eval_loss": eval_loss,
         "settings": to_mapping(config),
         "model": {
             "config": hub,
             "source": None if model.source is None else os.path.abspath(model.source),
             "hub_names": sorted(model.name_rules.hub_shapes()),
-            "dtype": str(mesh.runtime.master_dtype or torch.float32).removeprefix("torch."),
+            "dtype": str(model.mesh.runtime.master_dtype or torch.float32).removeprefix("torch."),
         },
     }
-    size = config.train.max_shard_size
-    tied = model.name_rules.tied
-    save_state(model, optimizer, path, facts, tied=tied, max_shard_size=size)
+    staged = stage_state(model, optimizer, tied=model.name_rules.tied, copies=saver.copies)
 
-    def prune() -> None:
-        if mesh.rank == 0:
-            keep_states(output, config.train.keep)
+    def write(group: Group, device: torch.device) -> None:
+        def prune() -> None:
+            if group.rank == 0:
+                keep_states(output, train.keep, best_states(output, train.keep_best))
 
-    together(prune, mesh.group("world"), mesh.device)
+        write_state(staged, path, facts, group, device, max_shard_size=train.max_shard_size)
+        together(prune, group, device)
+
+    saver.run(write)
     return path
+
+
+def best_states(output: Path, count: int) -> list[Path]:
+    """Return the complete checkpoints with the smallest held-out losses, at most `count`.
+
+    Those of steps that were not evaluated, or whose loss is not finite, are none of them.
+    """
+    found: list[tuple[float, int, Path]] = []
+    for path in list_states(output) if count else ():
+        try:
+            loss = facts_of(path).get("eval_loss")
+        except CheckpointError:  # torn; `newest_state` says so where it matters
+            continue
+        if loss is not None and math.isfinite(loss):
+            found.append((loss, len(found), path))
+    return [path for _, _, path in sorted(found)[:count]]
 
 
 def find_checkpoint(config: FinetuneConfig, mesh: Mesh, *, resume: bool) -> Path | None:
@@ -158,8 +185,7 @@ def resume_run(
     mesh = model.mesh
 
     def compare() -> None:
-        with open_state(path) as folder:
-            facts = folder.config["facts"]
+        facts = facts_of(path)
         _check_settings(path, facts["settings"], to_mapping(config))
         mine, saved = model.config, ModelConfig.from_hub(facts["model"]["config"])
         same = dataclasses.replace(saved, residual_dropout=mine.residual_dropout)
@@ -256,8 +282,7 @@ def export_checkpoint(
     """
 
     def read() -> dict[str, Any]:
-        with open_state(path) as folder:
-            facts = folder.config["facts"]
+        facts = facts_of(path)
         about: dict[str, Any] = {"lora": facts["settings"].get("lora"), **facts["model"]}
         if about["source"] is not None:
             try:
