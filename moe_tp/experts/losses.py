@@ -60,6 +60,7 @@ def router_losses(
     mesh: Mesh,
     *,
     before_E: torch.Tensor,
+    total_E: torch.Tensor | None = None,
     sequences: Sequences | None = None,
     step_tokens: torch.Tensor | int | None = None,
     gradient_factor: float = 1.0,
@@ -71,6 +72,7 @@ def router_losses(
         config: which losses, and their weights.
         mesh: names the owners.
         before_E: choices of this rank in earlier micro-batches of the step.
+        total_E: choices of the whole step on all ranks, from `counted_step`.
         sequences: for the loss of each sequence.
         step_tokens: real tokens of the whole step, over which losses are a mean; None takes this
             call's.
@@ -89,7 +91,8 @@ def router_losses(
     parts = [zero, zero]
     mean_over = tokens[0] if step_tokens is None else step_tokens
     if config.balance_coef:
-        parts[0] = _balance_part(assignment, config, mesh, chosen_E, before_E, sequences, mean_over)
+        step_E = _step_counts(config, chosen_E, before_E, total_E, step_tokens is not None)
+        parts[0] = _balance_part(assignment, config, mesh, step_E, sequences, mean_over)
     if config.z_coef:
         parts[1] = z_loss(assignment.logits_TE, mask_T=assignment.mask_T, num_tokens=mean_over).to(
             zero.dtype
@@ -110,12 +113,43 @@ def router_losses(
     )
 
 
+def _step_counts(
+    config: RouterConfig,
+    chosen_E: torch.Tensor,
+    before_E: torch.Tensor,
+    total_E: torch.Tensor | None,
+    in_parts: bool,
+) -> torch.Tensor:
+    """Return the choices that the balance loss is about.
+
+    Args:
+        config: which kind.
+        chosen_E: of this call.
+        before_E: of the step's earlier calls.
+        total_E: of the whole step, or None.
+        in_parts: the call is one of several of a step.
+
+    Raises:
+        ConfigError: the counts of the whole step are wanted and nobody counted them.
+    """
+    if config.balance_kind != "global_batch":
+        return chosen_E
+    if not config.balance_exact:
+        return chosen_E + before_E
+    if total_E is None and in_parts:
+        raise ConfigError(
+            "balance_exact=True with step_tokens needs the load of the whole step; call the layer "
+            "inside `counted_step(model, count)`, as forward_backward does, or set "
+            "balance_exact=False (counts of the step so far)"
+        )
+    return chosen_E if total_E is None else total_E
+
+
 def _balance_part(
     assignment: Assignment,
     config: RouterConfig,
     mesh: Mesh,
-    chosen_E: torch.Tensor,
-    before_E: torch.Tensor,
+    counts_E: torch.Tensor,
     sequences: Sequences | None,
     mean_over: torch.Tensor | int,
 ) -> torch.Tensor:
@@ -140,7 +174,6 @@ def _balance_part(
             sequence_T=sequences.sequence_T,
             num_sequences=num,
         )
-    counts_E = chosen_E if config.balance_kind == "micro_batch" else chosen_E + before_E
     return load_balance_loss(
         assignment, kind=config.balance_kind, counts_E=counts_E, num_tokens=mean_over
     )

@@ -25,18 +25,27 @@ from moe_tp.experts.layer import GroupedExperts
 from moe_tp.experts.losses import MoEAux, Sequences, router_losses
 from moe_tp.experts.mlp import GatedMLP
 from moe_tp.experts.pieces import split_in_pieces
-from moe_tp.experts.router import Router, count_load, update_router_bias
+from moe_tp.experts.router import Router, count_load, counted_step, update_router_bias
 from moe_tp.log import warn_once
 from moe_tp.parallel.collectives import raw_all_reduce
 from moe_tp.parallel.linear import ReplicatedLinear
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import Init, ParallelModule, initialise
 from moe_tp.parallel.random import DropoutKey
+from moe_tp.parallel.recompute import keeping
 from moe_tp.routing.assignment import Assignment
 from moe_tp.routing.config import RouterConfig
 from moe_tp.routing.table import ExpertTable
 
-__all__ = ["GroupedExperts", "MoE", "MoEAux", "Router", "Sequences", "update_router_bias"]
+__all__ = [
+    "GroupedExperts",
+    "MoE",
+    "MoEAux",
+    "Router",
+    "Sequences",
+    "counted_step",
+    "update_router_bias",
+]
 
 
 class RoutingTape(Protocol):
@@ -110,12 +119,6 @@ class MoE(nn.Module):
         super().__init__()
         if gradient not in ("sum", "mean"):
             raise ConfigError(f"gradient={gradient!r} is not a convention; choose 'sum' or 'mean'")
-        if router.balance_exact and router.balance_coef:
-            raise ConfigError(
-                "balance_exact=True needs a counting pass over the whole step, which this layer "
-                "does not run yet; choose balance_exact=False (counts of the step so far), or "
-                "balance_kind='micro_batch'"
-            )
         self.dim, self.mesh, self.config, self.layer = dim, mesh, router, layer
         act = activation_of(activation) if isinstance(activation, str) else activation
         self.table = table or ExpertTable(router.num_experts, mesh.size("ep"))
@@ -187,12 +190,13 @@ class MoE(nn.Module):
         assignment = self.router(x_TD, mask_T=mask_T, token_ids_T=ids_T, key=key, replay_TK=replay)
         if self.tape is not None:
             self.tape.after(self.layer, identity, assignment)
-        y_TD = self._routed_and_shared(x_TD, assignment, mask_T)
+        # Before the experts: nothing after `combine` is saved, so recompute stops before it.
         aux = router_losses(
             assignment, self.config, self.mesh,
-            before_E=self.router.step_counts_E, sequences=sequences, step_tokens=step_tokens,
-            gradient_factor=self._host_ranks,
+            before_E=self.router.step_counts_E, total_E=self.router.total_E, sequences=sequences,
+            step_tokens=step_tokens, gradient_factor=self._host_ranks,
         )  # fmt: skip
+        y_TD = self._routed_and_shared(x_TD, assignment, mask_T)
 
         return count_load(y_TD, self.router, assignment).view(x.shape), aux
 
@@ -218,12 +222,17 @@ class MoE(nn.Module):
                 )  # fmt: skip
             return y_TD.to(x_TD.dtype) + self._shared(x_TD, mask_T)
         if runtime.overlap and isinstance(self.dispatcher, SplitDispatcher):
-            pending = self.dispatcher.start(x_in_TD, assignment)
+            with keeping():
+                pending = self.dispatcher.start(x_in_TD, assignment)
             shared_TD = self._shared(x_TD, mask_T)
-            y_TD = self._compute(self.dispatcher.finish(pending), None)
+            with keeping():
+                received = self.dispatcher.finish(pending)
+            y_TD = self._compute(received, None)
         else:
-            y_TD = self._routed(x_in_TD, assignment, None)
             shared_TD = self._shared(x_TD, mask_T)
+            with keeping():
+                received = self.dispatcher.dispatch(x_in_TD, assignment)
+            y_TD = self._compute(received, None)
         return y_TD.to(x_TD.dtype) + shared_TD
 
     def _routed(

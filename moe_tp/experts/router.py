@@ -5,6 +5,8 @@ Letters: T tokens on this rank · D width · E experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,12 +81,22 @@ class Router(ParallelModule):
         steps = torch.zeros((), dtype=torch.int64, device=mesh.device)
         self.register_buffer("bias_steps", steps)
         self._counted = False
+        # choices of a whole step over all ranks, where a counting pass has found them
+        self.total_E: torch.Tensor | None = None
+
+    @property
+    def wants_total(self) -> bool:
+        """Whether a loss needs the load of the whole step before its first backward."""
+        config = self.config
+        exact = config.balance_kind == "global_batch" and config.balance_exact
+        return exact and config.balance_coef > 0
 
     @property
     def counts_load(self) -> bool:
         """Whether the load of a step is wanted: by the bias, or by a loss over the whole step."""
         config = self.config
         by_loss = config.balance_coef > 0 and config.balance_kind == "global_batch"
+        by_loss = by_loss and not config.balance_exact
         return (config.correction_bias and not config.frozen) or by_loss
 
     def forward(
@@ -232,11 +244,65 @@ def update_router_bias(model: nn.Module) -> None:
     if not routers:
         return
     with torch.no_grad():
-        local = torch.cat([router.step_counts_E for router in routers])
-        total = raw_all_reduce(local, routers[0].mesh.group("stage"))
-        sizes = [router.config.num_experts for router in routers]
-        for router, counts_E in zip(routers, total.split(sizes), strict=True):
+        for router, counts_E in _summed({r: r.step_counts_E for r in routers}).items():
             router.finish_step(counts_E)
+
+
+def _summed(counts: dict[Router, torch.Tensor]) -> dict[Router, torch.Tensor]:
+    """Return counts an expert summed over all owners of tokens.
+
+    Collectives: one all-reduce over the owners, where there is a router.
+    """
+    if not counts:
+        return {}
+    group = next(iter(counts)).mesh.group("stage")
+    total = raw_all_reduce(torch.cat(list(counts.values())), group)
+    parts = total.split([len(counts_E) for counts_E in counts.values()])
+    return dict(zip(counts, parts, strict=True))
+
+
+@contextmanager
+def counted_step(model: nn.Module, count: Callable[[], object]) -> Iterator[None]:
+    """Give each router the load of the whole step, for `balance_exact`, while the context is open.
+
+    `count` runs the forward of every micro-batch of the step, with the tokens, keys and training
+    mode of the real ones, so that they are routed alike; nothing is kept for backward. In a model
+    of your own call the layers with `key=`, or without noise.
+
+        with counted_step(model, lambda: [model(x) for x in micro_batches]):
+            for x in micro_batches:
+                loss(model(x)).backward()
+
+    Qiu et al., arXiv:2501.11873, with the counts of the step itself.
+
+    Args:
+        model: holds MoE layers.
+        count: runs the forwards.
+
+    Collectives: those of the forwards; one all-reduce of a count for each layer and expert over
+        all owners of tokens.
+    """
+    routers = [m for m in model.modules() if isinstance(m, Router) and m.wants_total]
+
+    def add(router: nn.Module, _: object, assignment: Assignment) -> None:
+        assert isinstance(router, Router)
+        found[router] += assignment.chosen_E
+
+    found = {router: torch.zeros_like(router.step_counts_E) for router in routers}
+    hooks = [router.register_forward_hook(add) for router in routers]
+    try:
+        with torch.no_grad():
+            count()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    try:
+        for router, total_E in _summed(found).items():
+            router.total_E = total_E
+        yield
+    finally:
+        for router in routers:
+            router.total_E = None
 
 
 def forget_router_load(model: nn.Module) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from moe_tp.errors import DataError
+from moe_tp.experts.moe import counted_step
 from moe_tp.models.decoder import Decoder
 from moe_tp.models.head import Aux
 from moe_tp.models.stages import pipeline_step
@@ -69,7 +70,8 @@ def forward_backward(
 
     The loss is the sum over all targets of the step divided by their number, on whatever ranks and
     in whatever micro-batches they lie. Router losses are those of each micro-batch over the union
-    of its ranks, averaged over the micro-batches; with `global_batch` their sum is the step's.
+    of its ranks, averaged over the micro-batches; with `global_batch` their sum is the step's. With
+    `balance_exact` the micro-batches first run forward once more, to count the load of the step.
 
     Args:
         model: the model.
@@ -86,6 +88,26 @@ def forward_backward(
     Collectives: all-gather of five integers over dp; those of the calls.
     """
     plan = _agree(model, micro_batches)
+    router = model.config.moe.router
+    if not (router.balance_kind == "global_batch" and router.balance_exact and router.balance_coef):
+        return _run(model, micro_batches, plan, step, backward, return_logits)
+
+    def count() -> None:
+        _run(model, micro_batches, replace(plan, step_tokens=None), step, False, False)
+
+    with counted_step(model, count):
+        return _run(model, micro_batches, plan, step, backward, return_logits)
+
+
+def _run(
+    model: Decoder,
+    micro_batches: Sequence[MicroBatch],
+    plan: _Plan,
+    step: int,
+    backward: bool,
+    return_logits: bool,
+) -> StepOutput:
+    """Return what `forward_backward` returns, from one pass over the micro-batches."""
     mesh = model.mesh
     if model.stages:
         return _through_pipeline(model, micro_batches, plan, step, backward, return_logits)
@@ -172,7 +194,7 @@ class _Plan:
     """What all dp ranks know of the step: its targets, its length, where this rank's rows begin."""
 
     target_tokens: int
-    step_tokens: int
+    step_tokens: int | None
     num_micro_batches: int
     first_sample: int
 
