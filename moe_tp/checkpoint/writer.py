@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from moe_tp.checkpoint.reader import HubFolder
 from moe_tp.checkpoint.rules import NameRules
 from moe_tp.checkpoint.scan import CONFIG, INDEX, PICKLES, UNFINISHED
 from moe_tp.checkpoint.slices import bytes_of
+from moe_tp.checkpoint.storage import Storage
 from moe_tp.checkpoint.supply import FolderSupply, ModelSupply, Packed, Supply
 from moe_tp.errors import CheckpointError
 from moe_tp.parallel.collectives import Group
@@ -57,6 +58,20 @@ class SaveReport:
     tensors: int
     elements: int
     nbytes: int
+
+
+class Carried(Protocol):
+    """Where the files that are no weights come along from: a `HubFolder`, for one."""
+
+    @property
+    def storage(self) -> Storage:
+        """The files."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """The folder, for messages."""
+        ...
 
 
 def save_hub(
@@ -194,7 +209,7 @@ def write_folder(
     group: Group,
     device: torch.device,
     *,
-    carry_from: HubFolder | None = None,
+    carry_from: Carried | None = None,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Return what was written; see `save_hub`. All ranks call it with equal plans.
@@ -349,7 +364,7 @@ def _check_room(folder: Path, needed: int) -> None:
         )
 
 
-def _carry(source: HubFolder | None, work: Path) -> None:
+def _carry(source: Carried | None, work: Path) -> None:
     """Copy every file of the source that is no weight, byte for byte."""
     if source is None:
         return

@@ -27,6 +27,7 @@ COMMANDS = {
     "inspect": "say what a folder holds, without loading it",
     "verify": "compare a layout with one process: loss, logits, gradients, steps",
     "finetune": "train a hub folder on your text, and export it",
+    "upcycle": "make an MoE hub folder of a dense model, equal to it at the start",
     "export": "write a training checkpoint or hub folder as a hub folder",
     "plan": "say which layouts of N GPUs fit a model, before any download",
 }
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(options)
         place = find_place(options.nproc)
         if place is None and options.nproc > 1:
-            return launcher.launch(words, options.nproc, debug=options.debug)
+            return launcher.launch(words, options.nproc, debug=options.debug, grace=options.grace)
         return _run_on_ranks(options, place)
     except KeyboardInterrupt:
         return 130
