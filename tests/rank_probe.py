@@ -24,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.how == "save":
+        signal.signal(signal.SIGTERM, lambda *_: _save(options))
     mesh = make_mesh(options)
     if options.pids is not None:
         (options.pids / str(mesh.rank)).write_text(str(os.getpid()))
@@ -39,12 +41,19 @@ def run(options: argparse.Namespace) -> int:
             os._exit(7)
         if options.how == "beside-sleepers":
             raise ConfigError("rank 0 gave up")
-    if options.how in ("hang", "beside-sleepers"):
+    if options.how in ("hang", "save", "beside-sleepers"):
         time.sleep(60)
     if dist.is_initialized():
         dist.barrier()
     say(options, f"rank {mesh.rank} of {mesh.world_size}, layout {mesh.layout}")
     return 1 if options.how == "unequal" else 0
+
+
+def _save(options: argparse.Namespace) -> None:
+    time.sleep(2.0)
+    print("saved", flush=True)
+    (options.pids / f"saved-{os.environ['RANK']}").touch()
+    os._exit(0)
 
 
 if __name__ == "__main__":

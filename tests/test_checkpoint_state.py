@@ -359,39 +359,6 @@ def test_a_killed_save_leaves_the_older_checkpoint(tmp_path: Path, after: float)
     assert names == ["checkpoint-1", "checkpoint-2"]
 
 
-def die_in_step(tree: dict[str, Any], after: int) -> None:
-    """A run of which the last rank is killed between backward and update of a step."""
-    training = Run(*make_run(tree), quiet=True)
-    checkpoint = newest_state(training.output)
-    if checkpoint is not None:
-        training.restore(checkpoint)
-    update = training.optimizer.step
-    last = training.mesh.rank == training.mesh.group("world").size - 1
-
-    def step(*args: Any) -> None:
-        if last and training.step == after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        update(*args)
-
-    training.optimizer.step = step  # type: ignore[assignment, method-assign]
-    training.go()
-
-
-def test_a_killed_rank_costs_no_more_than_the_steps_since(
-    root: Path, whole_runs: dict[str, Path]
-) -> None:
-    """K4, K5: killed twice, in different layouts, then finished by one process."""
-    tree = settings(root, "killed", save_every=1, async_save=False)
-    for layout, after in (({"tp": 2}, 2), ({"dp": 2, "ep": 2, "zero": 1}, 4)):
-        report = run_crash(die_in_step, 2, {**tree, "parallel": layout}, after)
-        assert report.exit_codes[1] == -signal.SIGKILL, report.stderr
-        newest = newest_state(root / "killed")
-        assert newest == state_folder(root / "killed", after)
-    run(tree, resume=True)
-    for found, expected in zip(curve(root / "killed"), curve(whole_runs["mixtral"]), strict=True):
-        assert np.allclose(found, expected, rtol=0, atol=1e-9), (found, expected)
-
-
 def test_what_would_go_on_wrongly_is_refused(root: Path, whole_runs: dict[str, Path]) -> None:
     """K4: other data, order, optimiser or model; a new run over an old one's checkpoints."""
     output = stopped_at_3(whole_runs["mixtral"], root / "refused")

@@ -89,6 +89,21 @@ def test_the_ranks_end_with_their_launcher(tmp_path: Path, how: signal.Signals) 
     _wait(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in _pids(tmp_path)), 10)
 
 
+@pytest.mark.parametrize(
+    ("grace", "saved"), [(30.0, 2), pytest.param(0.5, 0, marks=pytest.mark.slow)]
+)
+def test_ranks_have_time_to_save_after_sigterm(tmp_path: Path, grace: float, saved: int) -> None:
+    """F1, K4: a rank that needs two seconds has them, and no more than --grace."""
+    code = "import sys; from moe_tp.cli.launcher import launch; sys.exit(launch(['probe', 'save', "
+    code += f"'--pids', {str(tmp_path)!r}], 2, debug=False, grace={grace}, program=[{PROBE!r}]))"
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    _wait(lambda: len(list(tmp_path.iterdir())) == 2 and all(_pids(tmp_path)), 60)
+    launcher.terminate()
+    out, _ = launcher.communicate(timeout=20)
+    assert len(list(tmp_path.glob("saved-*"))) == saved
+    assert (launcher.returncode == 0, out) == (saved == 2, b"saved\n" if saved else b"")
+
+
 def test_torchrun_starts_the_ranks_and_hears_the_cause(tmp_path: Path) -> None:
     """F1: every line of moe-tp names the rank that failed first."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -13,32 +13,40 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
 from moe_tp.cli.environment import RUN_FOLDER
 from moe_tp.cli.failures import Failure, first_cause, read
 
-__all__ = ["PARENT_PIPE", "launch"]
+__all__ = ["GRACE_S", "PARENT_PIPE", "launch"]
 
 PARENT_PIPE = "MOE_TP_PARENT_PIPE"  # the end of a pipe that closes when this process goes
+GRACE_S = 60.0  # after SIGTERM: time for the ranks to save and leave
 _POLL_S = 0.05
 _SETTLE_S = 1.0  # after the first failure: time for the others to leave theirs, then for SIGTERM
 
 
 def launch(
-    words: Sequence[str], nproc: int, *, debug: bool, program: Sequence[str] = ("-m", "moe_tp")
+    words: Sequence[str],
+    nproc: int,
+    *,
+    debug: bool,
+    grace: float = GRACE_S,
+    program: Sequence[str] = ("-m", "moe_tp"),
 ) -> int:
     """Return the exit code of the run: the largest of the ranks', or that of the first failure.
 
     Rank 0 has this process's stdout and stderr; the others' stdout is dropped, and their stderr
-    shown with `debug`, or in part where a rank dies without a word.
+    shown with `debug`, or in part where a rank dies without a word. SIGTERM is handed on to the
+    ranks, which may save and leave by themselves; a second one ends them at once.
 
     Args:
         words: the command line after the program's name.
         nproc: number of ranks.
         debug: show tracebacks.
+        grace: seconds that the ranks have to leave after a SIGTERM.
         program: what the interpreter runs in each rank, before `words`.
     """
     command = [sys.executable, *program, *words]
@@ -46,11 +54,11 @@ def launch(
         folder = Path(name)
         ranks: list[subprocess.Popen[bytes]] = []
         try:
-            with _terminable():
+            with _stop_flag() as told_to_stop:
                 ranks += [
                     _start(command, rank, nproc, folder, pipe, debug) for rank in range(nproc)
                 ]
-                failure = _watch(ranks, folder)
+                failure = _watch(ranks, folder, told_to_stop, grace)
         finally:
             _end(ranks)
         if failure is None:
@@ -87,12 +95,30 @@ def _start(
         )
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> Failure | None:
-    """Return the first cause of failure as soon as it is known, or None when all ranks are done."""
+def _watch(
+    ranks: Sequence[subprocess.Popen[bytes]],
+    folder: Path,
+    told_to_stop: Callable[[], bool],
+    grace: float,
+) -> Failure | None:
+    """Return the first cause of failure as soon as it is known, or None when all ranks are done.
+
+    Raises:
+        KeyboardInterrupt: SIGTERM came and not all ranks left by themselves.
+    """
     deaths: dict[int, Failure] = {}
     first_seen: float | None = None
+    end: float | None = None  # of the time that a SIGTERM leaves to the ranks
     while True:
         codes = [rank.poll() for rank in ranks]
+        if end is None and told_to_stop():
+            end = time.monotonic() + grace
+            for rank, code in zip(ranks, codes, strict=True):
+                if code is None:
+                    rank.terminate()
+        # A rank that had no handler yet is gone, and no other can save without it.
+        if end is not None and (-signal.SIGTERM in codes or time.monotonic() > end):
+            raise KeyboardInterrupt
         left = read(folder)
         told = {failure.rank for failure in left}
         for rank, code in enumerate(codes):
@@ -169,14 +195,17 @@ def _parent_pipe() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Turn SIGTERM into KeyboardInterrupt, so that the ranks are ended and the folder removed."""
+def _stop_flag() -> Iterator[Callable[[], bool]]:
+    """Yield whether SIGTERM has come; a second one is a KeyboardInterrupt."""
+    came: list[int] = []
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if len(came) > 1:
+            raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, note)
     try:
-        yield
+        yield lambda: bool(came)
     finally:
         signal.signal(signal.SIGTERM, before)

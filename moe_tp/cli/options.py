@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_tp.cli.launcher import GRACE_S
 from moe_tp.errors import ConfigError
 from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.parallel.mesh import Mesh
@@ -65,6 +66,13 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--nproc", type=_positive, default=1, metavar="N", help="start N ranks on this machine"
+    )
+    group.add_argument(
+        "--grace",
+        type=float,
+        default=GRACE_S,
+        metavar="SECONDS",
+        help="time that the ranks of --nproc have to save and leave after SIGTERM (60)",
     )
     group.add_argument(
         "--device",
