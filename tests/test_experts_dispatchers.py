@@ -177,25 +177,50 @@ def _fp8(wire: torch.dtype | None) -> tuple[torch.Tensor, int, torch.Tensor]:
     return y.detach(), sizes[2], x.grad
 
 
-def test_shared_expert_runs_while_rows_are_in_flight() -> None:
+def test_other_work_runs_while_rows_are_in_flight() -> None:
     """Issue 5: between issue and wait, forward and backward; not with overlap off; same bits."""
     on, off = run_ranks(_overlap, 2, True), run_ranks(_overlap, 2, False)
+    ways = (("issue dispatch", "wait dispatch"),
+            ("issue dispatch backward", "wait dispatch backward"))  # fmt: skip
     for (events, values), (plain, others) in zip(on, off, strict=True):
-        at = events.index("shared expert")
-        assert events[at - 1 : at + 2] == ["issue dispatch", "shared expert", "wait dispatch"]
-        at = events.index("shared backward")
-        assert events[at - 1] == "issue dispatch backward"
-        assert events[at + 1] == "wait dispatch backward"
-        for first, last in (("issue dispatch", "wait dispatch"),
-                            ("issue dispatch backward", "wait dispatch backward")):  # fmt: skip
+        between = [events[events.index(a) + 1 : events.index(b)] for a, b in ways]
+        assert between == [["shared expert"], ["expert weight gradients", "shared backward"]]
+        for first, last in ways:
             assert plain.index(last) == plain.index(first) + 1
         assert all(torch.equal(a, b) for a, b in zip(values, others, strict=True))
 
 
-def _overlap(on: bool) -> tuple[list[str], list[torch.Tensor]]:
-    mesh = mesh_of_layout({"ep": 2}, overlap=on)
+@pytest.mark.parametrize("backend", ["sliced", "grouped_mm"])
+def test_pieces_travel_while_experts_work(backend: str) -> None:
+    """Issue 5, D10: the next piece is in flight during one's compute, forward and backward."""
+    on = run_ranks(_overlap, 2, True, 2, backend)
+    off = run_ranks(_overlap, 2, False, 2, backend)
+    for (events, values), (plain, others) in zip(on, off, strict=True):
+        assert _in_flight(events) == [1, 1, 0, 1, 1, 0]  # three pieces, twice
+        assert _in_flight(plain) == [0] * 6
+        assert all(torch.equal(a, b) for a, b in zip(values, others, strict=True))
+
+
+def _in_flight(events: list[str]) -> list[int]:
+    """Return the dispatches on their way at each of the experts' forwards."""
+    found, now = [], 0
+    for event in events:
+        now += (event == "issue dispatch") - (event == "wait dispatch")
+        if event == "experts":
+            found.append(now)
+    return found
+
+
+def _overlap(
+    on: bool, limit: int | None = None, backend: str = "auto"
+) -> tuple[list[str], list[torch.Tensor]]:
+    mesh = mesh_of_layout({"ep": 2}, overlap=on, dispatch_rows=limit, experts=backend)
     layer = MoE(8, 8, RouterConfig(4, 2), mesh, num_shared=1, seed=0)
-    x = draw(5, 8, dtype=torch.float32, seed=mesh.rank).requires_grad_()
+    with torch.no_grad():  # all tokens to the first rank, so that there are three pieces
+        if limit is not None:
+            to_local(layer.router.weight)[:2] += 1.0
+    share = 3 if limit is not None else 5
+    x = draw(share, 8, dtype=torch.float32, seed=mesh.rank).abs().requires_grad_()
     with record_events() as events:
         layer.shared.register_full_backward_pre_hook(
             lambda module, grad: events.append("shared backward")
@@ -204,6 +229,47 @@ def _overlap(on: bool) -> tuple[list[str], list[torch.Tensor]]:
         y.square().sum().backward()
     settle_gradients(layer)
     return events, [y.detach(), x.grad, *(to_local(p.grad) for p in layer.parameters())]
+
+
+def test_what_travelled_is_told() -> None:
+    """Issue 5, D11: rows and bytes of each rank, equal to the collectives' own count."""
+    cases: list[tuple[int, dict[str, int], dict[str, Any]]] = [
+        (4, {"ep": 2, "etp": 2}, {}),
+        (4, {"ep": 4}, {"wire_dtype": torch.float8_e4m3fn}),
+        (4, {"ep": 2, "etp": 2}, {"dispatcher": "all_gather", "wire_dtype": torch.bfloat16}),
+    ]
+    for world, layout, runtime in cases:
+        told = run_ranks(_told, world, layout, runtime)
+        for (_, rows_sent, _, sent, _), counted, pairs in told:
+            assert sent == counted
+            assert pairs is None or rows_sent == pairs
+        for at in (0, 2):  # what all send is what all get
+            assert sum(t[0][at + 1] for t in told) == sum(t[0][at + 2] for t in told)
+    assert told[0][0][0] == 0.0
+
+
+def _told(
+    layout: dict[str, int], runtime: dict[str, Any]
+) -> tuple[tuple[float, int, int, int, int], int, int | None]:
+    mesh = mesh_of_layout(layout, **runtime)
+    layer = MoE(16, 8, RouterConfig(8, 3), mesh, seed=0)
+    x = draw(5 + 4 * mesh.rank, 16, dtype=torch.float32, seed=mesh.rank)
+    with record_traffic() as log, torch.no_grad():
+        aux = layer(x)[1]
+    counted = sum(size for axis, _, _, size in log.entries if axis in ("ep", "etp"))
+    pairs = None
+    if layout == {"ep": 4}:
+        ranks_TK = layer.router(x).ids_TK // 2
+        pairs = sum(int((ranks_TK == r).any(1).sum()) for r in range(4) if r != mesh.rank)
+    entropy = torch.special.entr(layer.router(x).scores_TE).sum().double()
+    total = [torch.zeros((), dtype=torch.float64) for _ in range(4)]
+    dist.all_gather(total, entropy)
+    error = round(abs(float(aux.entropy_sum - sum(total))), 3)
+    wire = aux.wire
+    return (
+        (error, wire.rows_sent, wire.rows_received, wire.bytes_sent, wire.bytes_received),
+        counted, pairs,
+    )  # fmt: skip
 
 
 class FakeBuffer:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from moe_tp.experts.dispatch import Received
+from moe_tp.experts.dispatch import Received, Wire
 from moe_tp.experts.local import sort_pairs
 from moe_tp.parallel.collectives import (
     Group,
@@ -120,6 +120,24 @@ class AllGatherDispatcher:
             **sort_pairs(torch.where(mine_NK, slot_NK, -1), self._num_slots, weights_NK),
             route=route,
         )
+
+    def wire(self, received: Received) -> Wire:
+        """Return what travels for a dispatch and its combine."""
+        route: _Route = received.route
+        width, choices = received.rows_RD.shape[1], received.pair_row_P.shape[0]
+        choices //= max(received.rows_RD.shape[0], 1)
+        weight = received.pair_weight_P.element_size()
+        row = width * route.dtype.itemsize + choices * (weight + 4)
+        total = Wire()
+        for group, rows in ((route.ep, route.ep_rows), (route.etp, route.etp_rows)):
+            mine, others = rows[group.rank], group.size - 1
+            theirs, back = sum(rows) - mine, width * route.wire.itemsize
+            total += Wire(
+                mine * others, theirs,
+                others * (8 + mine * row) + theirs * back,
+                others * (8 + mine * back) + theirs * row,
+            )  # fmt: skip
+        return total
 
     def combine(
         self, partial_RD: torch.Tensor, received: Received, dtype: torch.dtype | None = None

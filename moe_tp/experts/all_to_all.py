@@ -20,17 +20,25 @@ between their duals.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
 from moe_tp.errors import ConfigError
-from moe_tp.experts.dispatch import Received
+from moe_tp.experts.dispatch import Pending, Received, Wire
 from moe_tp.experts.events import note
-from moe_tp.experts.hop import MOST_SLOTS, Hop, decode, plan_hop, send_pairs
-from moe_tp.experts.wire import check_wire, decode_rows, encode, return_dtype
+from moe_tp.experts.hop import (
+    CODE_BYTES,
+    COUNT_BYTES,
+    MOST_SLOTS,
+    Hop,
+    decode,
+    plan_hop,
+    send_pairs,
+)
+from moe_tp.experts.wire import FP8, check_wire, decode_rows, encode, return_dtype
 from moe_tp.parallel.collectives import (
     Group,
     all_gather_rows,
@@ -54,6 +62,7 @@ class Way:
         etp_rows: rows of each of its ranks.
         dtype: of x.
         wire: dtype of rows on the wire, None for that of x.
+        flying: in backward, the gradient of the rows where it was sent early.
     """
 
     hops: tuple[Hop, ...]
@@ -61,18 +70,21 @@ class Way:
     etp_rows: list[int]
     dtype: torch.dtype
     wire: torch.dtype | None
+    flying: list[torch.Tensor] = field(default_factory=list)
 
+    def send_back(self, d_rows_RD: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the rows sent by the first hop, still on its way."""
+        rows = raw_reduce_scatter_rows(
+            d_rows_RD.contiguous(), self.etp_rows, self.etp, phase="backward"
+        )
+        for hop in reversed(self.hops[1:]):
+            rows = hop.arrive_back(hop.start_back(rows, "backward")).to(self.dtype)
+        note("issue dispatch backward")
+        return self.hops[0].start_back(rows, "backward")
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pending:
-    """A dispatch whose rows are in flight: everything of `Received` but the rows."""
-
-    handle: torch.Tensor
-    sent: torch.Tensor
-    pair_row_P: torch.Tensor
-    pair_weight_P: torch.Tensor
-    counts_e: torch.Tensor
-    way: Way
+    def send_early(self, d_rows_RD: torch.Tensor) -> None:
+        """Start the gradient of the rows on its way before autograd asks for it."""
+        self.flying[:] = [self.send_back(d_rows_RD)]
 
 
 class _Start(Function):
@@ -116,13 +128,8 @@ class _Finish(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         way: Way = ctx.way
-        rows = raw_reduce_scatter_rows(
-            grads[0].contiguous(), way.etp_rows, way.etp, phase="backward"
-        )
-        for hop in reversed(way.hops[1:]):
-            rows = hop.arrive_back(hop.start_back(rows, "backward")).to(way.dtype)
-        note("issue dispatch backward")
-        return way.hops[0].start_back(rows, "backward"), None, None
+        d_sent = way.flying.pop() if way.flying else way.send_back(grads[0])
+        return d_sent, None, None
 
 
 class _Combine(Function):
@@ -160,7 +167,7 @@ class AllToAllDispatcher:
     def __init__(
         self, mesh: Mesh, table: ExpertTable, wire_dtype: torch.dtype | None = None
     ) -> None:
-        self._etp = mesh.group("etp")
+        self._etp, self._early = mesh.group("etp"), mesh.runtime.overlap
         self._num_slots, self._wire = table.slots_per_rank, wire_dtype
         self._lookup = table.lookup(mesh.device)
         check_wire(wire_dtype)
@@ -225,6 +232,17 @@ class AllToAllDispatcher:
             way=way,
         )
 
+    def send(self, x_TD: torch.Tensor, pending: Pending) -> torch.Tensor:
+        """Return the rows of a dispatch on their way once more, without gradient.
+
+        Args:
+            x_TD: the tokens again.
+            pending: from `start`.
+        """
+        note("issue dispatch")
+        way: Way = pending.way
+        return way.hops[0].start(encode(x_TD.detach(), way.wire), "forward")
+
     def finish(self, pending: Pending) -> Received:
         """Return the dispatch that `start` began."""
         return Received(
@@ -232,8 +250,43 @@ class AllToAllDispatcher:
             pair_row_P=pending.pair_row_P,
             pair_weight_P=pending.pair_weight_P,
             counts_e=pending.counts_e,
+            counts=pending.counts,
             route=pending.way,
+            early=pending.way.send_early if self._early else None,
         )
+
+    def wire(self, received: Received) -> Wire:
+        """Return what travels for a dispatch and its combine."""
+        way: Way = received.route
+        width = received.rows_RD.shape[1]
+        row = width + 4 if way.wire == FP8 else width * way.dtype.itemsize
+        exact = torch.promote_types(way.dtype, torch.float32).itemsize
+        back = width * return_dtype(way.wire, way.dtype).itemsize
+        pair = received.pair_weight_P.element_size() + CODE_BYTES
+        total = Wire()
+        for hop in way.hops:
+            ranks, me = hop.group.size, hop.group.rank
+            sent, got, pairs_sent, pairs_got = (
+                sum(counts) - counts[me]
+                for counts in (hop.send_rows, hop.recv_rows, hop.send_pairs, hop.recv_pairs)
+            )
+            counted = COUNT_BYTES * (ranks - 1)
+            total += Wire(
+                sent, got,
+                counted + sent * row + pairs_sent * pair + got * back,
+                counted + got * row + pairs_got * pair + sent * back,
+            )  # fmt: skip
+        etp, others = way.etp, way.etp.size - 1
+        if others:
+            pairs, mine = [count for _, count in way.hops[-1].beside], way.etp_rows[etp.rank]
+            theirs, at = sum(way.etp_rows) - mine, pairs[etp.rank]
+            total += Wire(
+                mine * others, theirs,
+                others * (COUNT_BYTES + mine * row + at * pair) + theirs * width * exact,
+                others * (COUNT_BYTES + mine * width * exact)
+                + theirs * row + (sum(pairs) - at) * pair,
+            )  # fmt: skip
+        return total
 
     def combine(
         self, partial_RD: torch.Tensor, received: Received, dtype: torch.dtype | None = None

@@ -76,6 +76,11 @@ class Block:
         slot_P = torch.searchsorted(self.ends_e, pairs, right=True)
         return bias_eN.index_select(0, slot_P.clamp_(max=bias_eN.shape[0] - 1))
 
+    def rows_of(self, pair_row_P: torch.Tensor) -> torch.Tensor:
+        """Return the row of each of the block's pairs, row 0 for padding."""
+        row_n = pair_row_P[self.start : self.stop]
+        return row_n if self.valid_P1 is None else torch.where(self.valid_P1[:, 0], row_n, 0)
+
     def add_to_rows(
         self, out_RD: torch.Tensor, row_n: torch.Tensor, y_nD: torch.Tensor
     ) -> torch.Tensor:
@@ -123,3 +128,7 @@ class Scratch:
             size = (max(self._rows, rows), columns)
             found = self._buffers[name] = workspace.empty(size, dtype, self._device)
         return found[:rows]
+
+    def whole(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised `[rows, columns]` that is not used again."""
+        return workspace.empty((rows, columns), dtype, self._device)

@@ -11,6 +11,7 @@ short list of (expert, weight) for it. The expert compute returns one partial su
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -32,6 +33,8 @@ class Received:
         counts_e: int64, pairs of each local expert slot.
         counts: the same numbers on the host, where the dispatcher has them there.
         route: what `combine` needs; opaque to everybody else.
+        early: may be called in backward, once, with the gradient of `rows_RD`, which then starts
+            on its way while other gradients are worked out.
     """
 
     rows_RD: torch.Tensor
@@ -40,6 +43,51 @@ class Received:
     counts_e: torch.Tensor
     counts: tuple[int, ...] | None = None
     route: Any = None
+    early: Callable[[torch.Tensor], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A dispatch whose rows are in flight: everything of `Received` but the rows.
+
+    Args:
+        handle: carries the gradient of the rows sent; holds no memory.
+        sent: what will be the rows once it has arrived, without gradient.
+        pair_row_P, pair_weight_P, counts_e, counts: as in `Received`.
+        way: the dispatcher's own.
+    """
+
+    handle: torch.Tensor
+    sent: torch.Tensor
+    pair_row_P: torch.Tensor
+    pair_weight_P: torch.Tensor
+    counts_e: torch.Tensor
+    way: Any
+    counts: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What this rank sends to and gets from other ranks for one dispatch and its combine.
+
+    Args:
+        rows_sent, rows_received: rows on their way to the experts, one for each (token, rank).
+        bytes_sent, bytes_received: of rows, partial sums and all that travels with them, forward.
+    """
+
+    rows_sent: int = 0
+    rows_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def __add__(self, other: Wire) -> Wire:
+        """Return the sums."""
+        return Wire(
+            self.rows_sent + other.rows_sent,
+            self.rows_received + other.rows_received,
+            self.bytes_sent + other.bytes_sent,
+            self.bytes_received + other.bytes_received,
+        )
 
 
 class Dispatcher(Protocol):
@@ -57,13 +105,26 @@ class Dispatcher(Protocol):
 
 
 @runtime_checkable
+class CountingDispatcher(Protocol):
+    """A dispatcher that knows on the host what it sends."""
+
+    def wire(self, received: Received) -> Wire:
+        """Return the rows and bytes of a dispatch and its combine, without synchronisation."""
+        ...
+
+
+@runtime_checkable
 class SplitDispatcher(Protocol):
     """A dispatcher that lets other work run while its rows are in flight."""
 
-    def start(self, x_TD: torch.Tensor, assignment: Assignment) -> Any:
+    def start(self, x_TD: torch.Tensor, assignment: Assignment) -> Pending:
         """Return a dispatch whose rows are on their way."""
         ...
 
-    def finish(self, pending: Any) -> Received:
+    def send(self, x_TD: torch.Tensor, pending: Pending) -> torch.Tensor:
+        """Return the rows of an earlier `start` on their way once more, without gradient."""
+        ...
+
+    def finish(self, pending: Pending) -> Received:
         """Return the dispatch that `start` began, once its rows are here."""
         ...

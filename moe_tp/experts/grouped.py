@@ -113,6 +113,7 @@ def experts_forward(
             grouped=chosen == "grouped_mm",
             recompute=recompute,
             scale=terms.scale,
+            early=received.early,
         ),
     )
     return out

@@ -30,6 +30,8 @@ from moe_tp.parallel.collectives import (
 )
 from moe_tp.routing.select import count_experts
 
+COUNT_BYTES = 16  # of the counts for a rank
+CODE_BYTES = 2  # of a pair, beside its weight
 MOST_SLOTS = 1 << 14  # of one rank: a slot and a flag travel in 16 bits
 
 

@@ -5,11 +5,14 @@ r adapter rank.
 
 Saved for backward, a pair: the pre-activations (2F), its row and weight; once: the rows. Expansion
 of rows to pairs, activation and down input are computed again in backward, and with `recompute` so
-are the pre-activations. No expert output is kept.
+are the pre-activations. No expert output is kept. Backward works out the gradients of a block's
+rows and of its weights together; where a dispatcher wants the rows' gradients early, all of those
+come first, and 3F a pair is held until the weights' are done.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +24,7 @@ from moe_tp.experts import workspace
 from moe_tp.experts.activation import Activation
 from moe_tp.experts.blocks import Block, Scratch, make_blocks
 from moe_tp.experts.elementwise import activate, activate_backward
+from moe_tp.experts.events import note
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,7 @@ class Options:
     grouped: bool
     recompute: bool
     scale: float
+    early: Callable[[torch.Tensor], None] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,78 +128,127 @@ class _Gradients:
         return value if value is None or shape is None else value.view(shape)
 
 
-def _backward_down(
+def _backward_inputs(
     block: Block,
     dy_nD: torch.Tensor,
     weight_n: torch.Tensor,
     gate_up_nN: torch.Tensor,
     weights: _Weights,
-    grads: _Gradients,
     d_weight_n: torch.Tensor,
+    hidden_nF: torch.Tensor,
+    d_gate_up_nN: torch.Tensor,
     scratch: Scratch,
-    act: Activation,
-) -> torch.Tensor:
-    """Return the pre-activations' gradient `[n, 2F]`, after the down projection's own gradients."""
-    count, dtype, size = dy_nD.shape[0], dy_nD.dtype, weights.hidden
-    d_hidden_nF = block.nn(dy_nD, weights.down_eDF, scratch.get("d_hidden", count, size, dtype))
-    low_grad_nr = None
+    options: Options,
+    want_rows: bool,
+) -> torch.Tensor | None:
+    """Return the gradient of the block's rows `[n, D]`; fill those of weights and activations.
+
+    Args:
+        block: the pairs.
+        dy_nD: gradient of the expert outputs.
+        weight_n: routing weights.
+        gate_up_nN: pre-activations.
+        weights: the kernel's parameters.
+        d_weight_n: filled with the gradient of the routing weights.
+        hidden_nF: filled with the down projection's input.
+        d_gate_up_nN: filled with the gradient of the pre-activations.
+        scratch: buffers.
+        options: of the kernel.
+        want_rows: False returns None.
+    """
+    count, dtype = dy_nD.shape[0], dy_nD.dtype
+    out = scratch.get("d_hidden", count, weights.hidden, dtype)
+    d_hidden_nF = block.nn(dy_nD, weights.down_eDF, out)
     if weights.down_a is not None and weights.down_b is not None:
         low_grad_nr = block.nn(dy_nD, weights.down_b).mul_(weights.scale)
         d_hidden_nF.add_(block.nn(low_grad_nr, weights.down_a))
-    hidden_nF = scratch.get("down_in", count, size, dtype)
-    d_gate_up_nN = scratch.get("d_gate_up", count, 2 * size, dtype)
     activate_backward(
-        d_hidden_nF, gate_up_nN, weight_n, hidden_nF, d_gate_up_nN, d_weight_n, scratch, act
+        d_hidden_nF, gate_up_nN, weight_n, hidden_nF, d_gate_up_nN, d_weight_n, scratch,
+        options.activation,
+    )  # fmt: skip
+    if weights.down_bias_eD is not None:
+        bias = block.each_row(weights.down_bias_eD)
+        d_weight_n.add_((dy_nD * bias).sum(dim=1, dtype=d_weight_n.dtype))
+    if not want_rows:
+        return None
+    dx_nD = block.nn(
+        d_gate_up_nN, weights.gate_up_eND, scratch.get("dx", count, dy_nD.shape[1], dtype)
     )
+    for columns, a_erD, b_eFr in weights.halves():
+        low_grad_nr = block.nn(d_gate_up_nN[:, columns], b_eFr).mul_(weights.scale)
+        dx_nD.add_(block.nn(low_grad_nr, a_erD))
+    return dx_nD
+
+
+def _backward_weights(
+    block: Block,
+    x_nD: torch.Tensor,
+    dy_nD: torch.Tensor,
+    weight_n: torch.Tensor,
+    hidden_nF: torch.Tensor,
+    d_gate_up_nN: torch.Tensor,
+    weights: _Weights,
+    grads: _Gradients,
+) -> None:
+    """Fill the gradients of the block's parameters from what `_backward_inputs` left."""
     if "down_eDF" in grads.of:
         block.tn(dy_nD, hidden_nF, grads.of["down_eDF"])
-    if low_grad_nr is not None and weights.down_a is not None:
+    if weights.down_a is not None and weights.down_b is not None:
         if "down_a" in grads.of:
+            low_grad_nr = block.nn(dy_nD, weights.down_b).mul_(weights.scale)
             block.tn(low_grad_nr, hidden_nF, grads.of["down_a"])
         if "down_b" in grads.of:
             low_nr = block.nt(hidden_nF, weights.down_a).mul_(weights.scale)
             block.tn(dy_nD, low_nr, grads.of["down_b"])
-    if weights.down_bias_eD is not None:
-        bias = block.each_row(weights.down_bias_eD)
-        d_weight_n.add_((dy_nD * bias).sum(dim=1, dtype=d_weight_n.dtype))
-        if "down_bias_eD" in grads.of:
-            block.column_sums(dy_nD, weight_n, grads.of["down_bias_eD"])
-    return d_gate_up_nN
-
-
-def _backward_gate_up(
-    block: Block,
-    x_nD: torch.Tensor,
-    d_gate_up_nN: torch.Tensor,
-    weights: _Weights,
-    grads: _Gradients,
-    scratch: Scratch,
-    want_rows: bool,
-) -> torch.Tensor | None:
-    """Return the gradient of the block's rows `[n, D]`, after the gate and up gradients."""
+    if "down_bias_eD" in grads.of:
+        block.column_sums(dy_nD, weight_n, grads.of["down_bias_eD"])
     if "gate_up_eND" in grads.of:
         block.tn(d_gate_up_nN, x_nD, grads.of["gate_up_eND"])
     if "gate_up_bias_eN" in grads.of:
         ones = torch.ones_like(d_gate_up_nN[:, 0])
         block.column_sums(d_gate_up_nN, ones, grads.of["gate_up_bias_eN"])
-    dx_nD = None
-    if want_rows:
-        out = scratch.get("dx", x_nD.shape[0], x_nD.shape[1], x_nD.dtype)
-        dx_nD = block.nn(d_gate_up_nN, weights.gate_up_eND, out)
     for half, (columns, a_erD, b_eFr) in enumerate(weights.halves()):
         d_half_nF = d_gate_up_nN[:, columns]
-        low_grad_nr = block.nn(d_half_nF, b_eFr).mul_(weights.scale)
-        if dx_nD is not None:
-            dx_nD.add_(block.nn(low_grad_nr, a_erD))
         if "gate_up_a" in grads.of:
             d_a = grads.of["gate_up_a"][:, min(half, grads.of["gate_up_a"].shape[1] - 1)]
+            low_grad_nr = block.nn(d_half_nF, b_eFr).mul_(weights.scale)
             part = torch.zeros_like(d_a)
             block.tn(low_grad_nr, x_nD, part)
             d_a.add_(part)
         if "gate_up_b" in grads.of:
             low_nr = block.nt(x_nD, a_erD).mul_(weights.scale)
             block.tn(d_half_nF, low_nr, grads.of["gate_up_b"][:, half])
-    return dx_nD
+
+
+class _Kept:
+    """Down inputs and pre-activation gradients: of one block at a time, or of all pairs."""
+
+    def __init__(
+        self,
+        blocks: list[Block],
+        num_pairs: int,
+        hidden: int,
+        dtype: torch.dtype,
+        scratch: Scratch,
+        whole: bool,
+    ) -> None:
+        self._scratch, self._hidden, self._dtype = scratch, hidden, dtype
+        self._whole: list[torch.Tensor] = []
+        if whole and len(blocks) > 1:
+            for width in (hidden, 2 * hidden):
+                self._whole.append(scratch.whole(num_pairs, width, dtype))
+
+    def of(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block's `[n, F]` and `[n, 2F]`."""
+        if self._whole:
+            hidden_PF, d_gate_up_PN = self._whole
+            pairs = slice(block.start, block.stop)
+            return hidden_PF[pairs], d_gate_up_PN[pairs]
+        count, get = block.stop - block.start, self._scratch.get
+        return (
+            get("down_in", count, self._hidden, self._dtype),
+            get("d_gate_up", count, 2 * self._hidden, self._dtype),
+        )
 
 
 class ExpertKernel(Function):
@@ -232,9 +286,7 @@ class ExpertKernel(Function):
             saved_PN = workspace.empty(shape, dtype, rows_RD.device)
         for block in blocks:
             pairs = slice(block.start, block.stop)
-            row_n = pair_row_P[pairs]
-            if block.valid_P1 is not None:
-                row_n = torch.where(block.valid_P1[:, 0], row_n, 0)
+            row_n = block.rows_of(pair_row_P)
             gate_up_nN = (
                 saved_PN[pairs]
                 if saved_PN is not None
@@ -271,29 +323,48 @@ class ExpertKernel(Function):
         want_rows = ctx.needs_input_grad[0]
         d_rows_RD = torch.zeros_like(rows_RD, dtype=exact) if want_rows else None
         d_weight_P = torch.zeros(weight_P.shape, dtype=exact, device=weight_P.device)
+        # apart from the rows' gradients, so that those travel while the weights' are worked out
+        late = options.early is not None and d_rows_RD is not None and bool(grads.of)
+        kept = _Kept(ctx.blocks, pair_row_P.shape[0], weights.hidden, dtype, scratch, late)
+
+        def gather(block: Block) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            row_n = block.rows_of(pair_row_P)
+            x_nD = _gather(rows_RD, row_n, scratch, "x")
+            return row_n, x_nD, _gather(dy_RD, row_n, scratch, "dy")
+
         for block in ctx.blocks:
             pairs = slice(block.start, block.stop)
-            row_n, d_weight_n = pair_row_P[pairs], d_weight_P[pairs]
-            if block.valid_P1 is not None:
-                row_n = torch.where(block.valid_P1[:, 0], row_n, 0)
-            x_nD = _gather(rows_RD, row_n, scratch, "x")
-            dy_nD = _gather(dy_RD, row_n, scratch, "dy")
+            row_n, x_nD, dy_nD = gather(block)
             if saved_PN is None:
                 out = scratch.get("gate_up", row_n.shape[0], 2 * weights.hidden, dtype)
                 gate_up_nN = _pre_activation(block, x_nD, weights, out)
             else:
                 gate_up_nN = saved_PN[pairs]
-            d_gate_up_nN = _backward_down(
-                block, dy_nD, weight_P[pairs], gate_up_nN, weights, grads, d_weight_n, scratch,
-                options.activation,
+            hidden_nF, d_gate_up_nN = kept.of(block)
+            dx_nD = _backward_inputs(
+                block, dy_nD, weight_P[pairs], gate_up_nN, weights, d_weight_P[pairs], hidden_nF,
+                d_gate_up_nN, scratch, options, want_rows,
             )  # fmt: skip
-            dx_nD = _backward_gate_up(block, x_nD, d_gate_up_nN, weights, grads, scratch, want_rows)
+            if not late:
+                _backward_weights(
+                    block, x_nD, dy_nD, weight_P[pairs], hidden_nF, d_gate_up_nN, weights, grads
+                )
             if d_rows_RD is not None and dx_nD is not None:
                 d_rows_RD = block.add_to_rows(d_rows_RD, row_n, dx_nD)
             if block.valid_P1 is not None:
                 d_weight_P = torch.where(block.valid_P1[:, 0], d_weight_P, 0)
+        if d_rows_RD is not None:
+            d_rows_RD = d_rows_RD.to(dtype)
+        if late and options.early is not None and d_rows_RD is not None:
+            options.early(d_rows_RD)
+        if grads.of:
+            note("expert weight gradients")
+        for block in ctx.blocks if late else ():
+            pairs = slice(block.start, block.stop)
+            _, x_nD, dy_nD = gather(block)
+            _backward_weights(block, x_nD, dy_nD, weight_P[pairs], *kept.of(block), weights, grads)
         return (
-            None if d_rows_RD is None else d_rows_RD.to(dtype),
+            d_rows_RD,
             d_weight_P.to(weight_P.dtype) if ctx.needs_input_grad[1] else None,
             grads.get("gate_up_eND", gate_up.shape),
             grads.get("down_eDF"),

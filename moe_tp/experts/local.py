@@ -10,7 +10,7 @@ from typing import TypedDict
 import torch
 
 from moe_tp.errors import ConfigError
-from moe_tp.experts.dispatch import Received
+from moe_tp.experts.dispatch import Received, Wire
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.routing.assignment import Assignment
 from moe_tp.routing.select import count_experts
@@ -53,6 +53,10 @@ class LocalDispatcher:
             **sort_pairs(slot_TK, self._num_slots, assignment.weights_TK),
             route=x_TD.dtype,
         )
+
+    def wire(self, received: Received) -> Wire:
+        """Return that nothing travels."""
+        return Wire()
 
     def combine(
         self, partial_RD: torch.Tensor, received: Received, dtype: torch.dtype | None = None

@@ -8,16 +8,20 @@ is that of its own tokens, the parts add up to the global value, and so do their
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from moe_tp.errors import ConfigError
+from moe_tp.experts.dispatch import Wire
 from moe_tp.parallel.collectives import raw_all_reduce
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.routing.assignment import Assignment
 from moe_tp.routing.config import RouterConfig
 from moe_tp.routing.losses import load_balance_loss, sequence_counts, z_loss
+from moe_tp.routing.metrics import router_entropy
+
+_ENTROPY = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,8 @@ class MoEAux:
         chosen_E: int64, tokens that chose each expert, before capacity dropped any.
         num_tokens: int64, real tokens of all ranks.
         balance_loss, z_loss: global values without coefficient, detached; 0 where not asked for.
+        entropy_sum: of each real token's probabilities in nats, summed over all ranks.
+        wire: what this rank sent and received.
     """
 
     loss: torch.Tensor
@@ -52,6 +58,8 @@ class MoEAux:
     num_tokens: torch.Tensor
     balance_loss: torch.Tensor
     z_loss: torch.Tensor
+    entropy_sum: torch.Tensor
+    wire: Wire = field(default_factory=Wire)
 
 
 def router_losses(
@@ -84,9 +92,11 @@ def router_losses(
     owners = mesh.group("stage")
     experts = config.num_experts
     own = torch.as_tensor(assignment.num_tokens, device=before_E.device).reshape(1)
-    packed = torch.cat([assignment.chosen_E, assignment.counts_E, before_E, own])
+    # a whole number of millionths, so that it travels with the counts
+    entropy = (router_entropy(assignment) * _ENTROPY).to(torch.int64).reshape(1)
+    packed = torch.cat([assignment.chosen_E, assignment.counts_E, before_E, own, entropy])
     total = raw_all_reduce(packed, owners)
-    chosen_E, counts_E, before_E, tokens = total.split([experts, experts, experts, 1])
+    chosen_E, counts_E, before_E, tokens, entropy = total.split([experts] * 3 + [1, 1])
     zero = assignment.scores_TE.new_zeros(())
     parts = [zero, zero]
     mean_over = tokens[0] if step_tokens is None else step_tokens
@@ -110,6 +120,7 @@ def router_losses(
         num_tokens=tokens[0],
         balance_loss=values.detach()[0],
         z_loss=values.detach()[1],
+        entropy_sum=entropy[0].to(torch.float64) / _ENTROPY,
     )
 
 

@@ -9,22 +9,30 @@ own; the losses that keep the load even are worked out over all ranks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils.checkpoint import checkpoint
 
 from moe_tp.errors import ConfigError
 from moe_tp.experts.activation import Activation
 from moe_tp.experts.activation import activation as activation_of
-from moe_tp.experts.dispatch import Dispatcher, Received, SplitDispatcher
+from moe_tp.experts.dispatch import (
+    CountingDispatcher,
+    Dispatcher,
+    Received,
+    SplitDispatcher,
+    Wire,
+)
 from moe_tp.experts.dispatchers import make_dispatcher
 from moe_tp.experts.events import note
 from moe_tp.experts.layer import GroupedExperts
 from moe_tp.experts.losses import MoEAux, Sequences, router_losses
 from moe_tp.experts.mlp import GatedMLP
-from moe_tp.experts.pieces import split_in_pieces
+from moe_tp.experts.pieces import run_pieces, split_in_pieces
 from moe_tp.experts.router import Router, count_load, counted_step, update_router_bias
 from moe_tp.log import warn_once
 from moe_tp.parallel.collectives import raw_all_reduce
@@ -153,6 +161,7 @@ class MoE(nn.Module):
         if not torch.empty(0).is_meta:
             initialise(self, _agreed_seed(mesh) if seed is None else seed)
 
+    @_disable_dynamo  # torch.compile: one graph break, and the layer runs as it is
     def forward(
         self,
         x: torch.Tensor,
@@ -196,31 +205,24 @@ class MoE(nn.Module):
             before_E=self.router.step_counts_E, total_E=self.router.total_E, sequences=sequences,
             step_tokens=step_tokens, gradient_factor=self._host_ranks,
         )  # fmt: skip
-        y_TD = self._routed_and_shared(x_TD, assignment, mask_T)
+        y_TD, wire = self._routed_and_shared(x_TD, assignment, mask_T)
 
-        return count_load(y_TD, self.router, assignment).view(x.shape), aux
+        return count_load(y_TD, self.router, assignment).view(x.shape), replace(aux, wire=wire)
 
     def _routed_and_shared(
         self, x_TD: torch.Tensor, assignment: Assignment, mask_T: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return what experts and shared expert make of the tokens.
+    ) -> tuple[torch.Tensor, Wire]:
+        """Return what experts and shared expert make of the tokens, and what travelled for it.
 
         The shared expert runs while rows are in flight where the dispatcher lets it (and the
-        runtime's `overlap` is on). Several pieces go one after the other, each sent again in
-        backward.
+        runtime's `overlap` is on).
         """
         runtime = self.mesh.runtime
         x_in_TD = x_TD.to(self.experts.compute_dtype)
         pieces = split_in_pieces(assignment, self.mesh, self.table, runtime.dispatch_rows)
         if len(pieces) > 1:
-            exact = torch.promote_types(x_in_TD.dtype, torch.float32)
-            y_TD = torch.zeros_like(x_in_TD, dtype=exact)
-            for piece in pieces:
-                y_TD = y_TD + checkpoint(
-                    self._routed, x_in_TD, piece, exact,
-                    use_reentrant=False, preserve_rng_state=False,
-                )  # fmt: skip
-            return y_TD.to(x_TD.dtype) + self._shared(x_TD, mask_T)
+            y_TD, wire = self._in_pieces(x_in_TD, pieces)
+            return y_TD.to(x_TD.dtype) + self._shared(x_TD, mask_T), wire
         if runtime.overlap and isinstance(self.dispatcher, SplitDispatcher):
             with keeping():
                 pending = self.dispatcher.start(x_in_TD, assignment)
@@ -233,16 +235,45 @@ class MoE(nn.Module):
             with keeping():
                 received = self.dispatcher.dispatch(x_in_TD, assignment)
             y_TD = self._compute(received, None)
-        return y_TD.to(x_TD.dtype) + shared_TD
+        return y_TD.to(x_TD.dtype) + shared_TD, self._wire(received)
 
-    def _routed(
-        self, x_TD: torch.Tensor, assignment: Assignment, dtype: torch.dtype | None
-    ) -> torch.Tensor:
-        return self._compute(self.dispatcher.dispatch(x_TD, assignment), dtype)
+    def _in_pieces(self, x_TD: torch.Tensor, pieces: list[Assignment]) -> tuple[torch.Tensor, Wire]:
+        """Return the experts' sums in fp32 or more, each piece sent again in backward.
+
+        With `overlap` the rows of the next piece are in flight while the experts compute one.
+        """
+        exact, wires = torch.promote_types(x_TD.dtype, torch.float32), []
+        if isinstance(self.dispatcher, SplitDispatcher):
+
+            def compute(received: Received) -> torch.Tensor:
+                wires.append(self._wire(received))
+                return self._compute(received, exact)
+
+            y_TD = run_pieces(
+                x_TD, pieces, self.dispatcher, compute, overlap=self.mesh.runtime.overlap
+            )
+            return y_TD, sum(wires[: len(pieces)], Wire())
+
+        def routed(x_TD: torch.Tensor, piece: Assignment) -> torch.Tensor:
+            received = self.dispatcher.dispatch(x_TD, piece)
+            wires.append(self._wire(received))
+            return self._compute(received, exact)
+
+        y_TD = torch.zeros_like(x_TD, dtype=exact)
+        for piece in pieces:
+            y_TD = y_TD + checkpoint(
+                routed, x_TD, piece, use_reentrant=False, preserve_rng_state=False
+            )
+        return y_TD, sum(wires[: len(pieces)], Wire())
 
     def _compute(self, received: Received, dtype: torch.dtype | None) -> torch.Tensor:
+        note("experts")
         partial_RD = self.experts(received.rows_RD, received.pair_weight_P, received)
         return self.dispatcher.combine(partial_RD, received, dtype)
+
+    def _wire(self, received: Received) -> Wire:
+        dispatcher: object = self.dispatcher
+        return dispatcher.wire(received) if isinstance(dispatcher, CountingDispatcher) else Wire()
 
     def _shared(self, x_TD: torch.Tensor, mask_T: torch.Tensor | None) -> torch.Tensor | float:
         """Return the shared expert's output, 0 without one and in masked rows."""
