@@ -32,6 +32,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd import Function
 
+from moe_tp.parallel.recompute import keep_tensor, kept_tensor
+
 Phase = Literal["forward", "backward"]
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -138,11 +140,14 @@ def raw_all_gather(
     """
     if group.size == 1:
         return x
-    _note(group, "all_gather", phase, x.nbytes * (group.size - 1))
-    flat = x.contiguous().reshape(1, *x.shape)
-    out = _wait(
-        torch.ops._c10d_functional.all_gather_into_tensor(flat, group.size, group.name)
-    ).view(group.size, *x.shape)
+    out = kept_tensor()
+    if out is None:
+        _note(group, "all_gather", phase, x.nbytes * (group.size - 1))
+        flat = x.contiguous().reshape(1, *x.shape)
+        out = _wait(
+            torch.ops._c10d_functional.all_gather_into_tensor(flat, group.size, group.name)
+        ).view(group.size, *x.shape)
+        keep_tensor(out)
     return out.flatten(0, 1) if dim == 0 and x.dim() else torch.cat(out.unbind(0), dim=dim)
 
 
@@ -179,11 +184,15 @@ def start_all_to_all(
     """Return the rows of `raw_all_to_all` while they are still on their way; see `finish`."""
     if group.size == 1:
         return x_RD
+    kept = kept_tensor()
+    if kept is not None:
+        return kept
     row = math.prod(x_RD.shape[1:]) * x_RD.element_size()
     _note(group, op, phase, (sum(send_counts) - send_counts[group.rank]) * row)
     out: torch.Tensor = torch.ops._c10d_functional.all_to_all_single(
         x_RD.contiguous(), list(recv_counts), list(send_counts), group.name
     )
+    keep_tensor(out)
     return out
 
 

@@ -3,19 +3,21 @@
 | mode      | kept of a block                                                                     |
 |-----------|-------------------------------------------------------------------------------------|
 | none      | what autograd saves                                                                 |
-| selective | its input, routing and attention outputs; norms, projections, dispatched rows,      |
-|           | activations and expert hidden states are computed (rows sent) again                 |
-| full      | its input and routing                                                               |
+| selective | its input, routing, attention outputs and the rows that its dispatcher received;    |
+|           | norms, projections, activations and expert hidden states are computed again         |
+| full      | its input and routing; rows are sent again                                          |
 
-(Selective: after arXiv:2205.05198, section 5.) The first run of a block hands its decisions to
-`remember`, and the second gets them from `recall` in the same order, whatever rounding does to its
-logits (R1, N3). What must count once asks `recomputing`.
+(Selective: after arXiv:2205.05198, section 5.) With `Runtime(resend_rows=True)` selective keeps no
+rows and sends them again too. The first run of a block hands its decisions to `remember`, and the
+second gets them from `recall` in the same order, whatever rounding does to its logits (R1, N3).
+What a collective brought inside `keeping` is handed on in the same way. What must count once asks
+`recomputing`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,9 +32,14 @@ from moe_tp.parallel.layout import Recompute
 
 
 class _Tape:
-    """Decisions of one block's first run, in the order in which they were taken."""
+    """Decisions of one block's first run, in the order in which they were taken.
 
-    def __init__(self) -> None:
+    Args:
+        keeps_rows: it holds as well what collectives brought inside `keeping`.
+    """
+
+    def __init__(self, *, keeps_rows: bool) -> None:
+        self.keeps_rows = keeps_rows
         self.values: list[Any] = []
         self.position = 0
 
@@ -64,6 +71,35 @@ def recall() -> Any | None:
         return None
     tape.position += 1
     return tape.values[tape.position - 1]
+
+
+_keeping: ContextVar[bool] = ContextVar("keeping", default=False)
+
+
+@contextlib.contextmanager
+def keeping() -> Iterator[None]:
+    """Keep what collectives bring inside, where the mode says so: the second run sends nothing."""
+    token = _keeping.set(True)
+    try:
+        yield
+    finally:
+        _keeping.reset(token)
+
+
+def kept_tensor() -> torch.Tensor | None:
+    """Return in the second run what the next collective inside `keeping` brought; else None."""
+    tape = _replaying.get()
+    if tape is None or not tape.keeps_rows or not _keeping.get():
+        return None
+    value: torch.Tensor = recall()
+    return value.detach()  # an alias: autograd marks what a function returns
+
+
+def keep_tensor(value: torch.Tensor) -> None:
+    """Keep what a collective brought for `kept_tensor`, inside `keeping`."""
+    tape = _recording.get()
+    if tape is not None and tape.keeps_rows and _keeping.get():
+        remember(value.detach())
 
 
 _ATTENTION = {
@@ -103,12 +139,15 @@ class _Run:
         self.variable.reset(self.tokens.pop())
 
 
-def run_block(block: Callable[..., Any], mode: Recompute, *args: Any) -> Any:
+def run_block(
+    block: Callable[..., Any], mode: Recompute, *args: Any, resend_rows: bool = False
+) -> Any:
     """Return `block(*args)`, keeping of it what the mode says.
 
     Args:
         block: a function of tensors and constants.
         mode: see the module docstring.
+        resend_rows: keep no received rows in selective mode.
 
     Collectives: the block's, and in backward again those that its second run needs.
     """
@@ -116,7 +155,7 @@ def run_block(block: Callable[..., Any], mode: Recompute, *args: Any) -> Any:
         return block(*args)
 
     def contexts() -> tuple[Any, Any]:
-        tape = _Tape()
+        tape = _Tape(keeps_rows=mode == "selective" and not resend_rows)
         first: Any = contextlib.nullcontext()
         second: Any = contextlib.nullcontext()
         if mode == "selective":
