@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from moe_tp.models.cache import LayerCache, attend_cached
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.context import SharedSequences
-from moe_tp.models.heads import FullWidthNorm, HeadLinear, HeadShare, Sinks, share_heads
+from moe_tp.models.heads import FullWidthNorm, HeadLinear, Sinks, share_heads
 from moe_tp.models.rope import Rotation, score_scale
 from moe_tp.parallel.collectives import accumulate_dtype
 from moe_tp.parallel.linear import RowParallelLinear, gather_linear
@@ -35,11 +36,12 @@ class Sequences:
         batch, length: B and S.
         rotation: of the positions.
         mask_BSS: True where a query (row) may look at a key, `[B or 1, 1, S, S]`; None is causal
-            over whole rows.
+            over whole rows. With columns in the cache `[B, 1, S, L]`, and None is all of them.
         dropout_key: identity of this layer's attention dropout with one id a query, B*S of them;
             None outside training.
         context: how the ranks of cp share the sequences; S is then this rank's share, and the mask
             speaks of whole sequences. None where each rank has them whole.
+        cache: keys and values of earlier columns, which these join; None outside generation.
     """
 
     batch: int
@@ -48,6 +50,7 @@ class Sequences:
     mask_BSS: torch.Tensor | None = None
     dropout_key: DropoutKey | None = None
     context: SharedSequences | None = None
+    cache: LayerCache | None = None
 
 
 class Attention(nn.Module):
@@ -108,13 +111,16 @@ class Attention(nn.Module):
             with full-width norms an all-reduce of one number a token for each.
         """
         q, k, v = self.project(x_TD, sequences)
+        q, k = sequences.rotation(q), sequences.rotation(k)
+        if not self.share.regular:
+            index = torch.tensor(self.share.kv_of_query, device=q.device)
+            k, v = k.index_select(2, index), v.index_select(2, index)
         out_BSHw = attend(
-            sequences.rotation(q),
-            sequences.rotation(k),
+            q,
+            k,
             v,
             scale=self.scale,
             sequences=sequences,
-            share=self.share,
             sinks_H=None if self.sinks is None else self.sinks.logits(),
             drop=self.config.dropout if self.training else 0.0,
             first_head=self.mesh.coordinate("tp") * self.share.queries,
@@ -160,27 +166,37 @@ def attend(
     *,
     scale: float,
     sequences: Sequences,
-    share: HeadShare | None = None,
     sinks_H: torch.Tensor | None = None,
     drop: float = 0.0,
     first_head: int = 0,
 ) -> torch.Tensor:
     """Return `[B, S, H, w]`, each query's weighted sum of values.
 
+    With a cache the new keys and values join it; the first call of a cache attends as without one.
+
     Args:
-        q_BSHh, k_BSGh, v_BSGw: this rank's heads.
+        q_BSHh, k_BSGh, v_BSGw: this rank's heads, rotated; equal runs of query heads share a key
+            head.
         scale: factor on the scores.
         sequences: the batch with its mask.
-        share: which key head each query head reads; None where there is one for each.
         sinks_H: logits that join the softmax and take no value.
         drop: probability of dropping an attention weight.
         first_head: global number of this rank's first query head, for the dropout mask.
 
     Collectives: none; where cp shares the sequences, its exchanges.
     """
-    if share is not None and not share.regular:
-        index = torch.tensor(share.kv_of_query, device=q_BSHh.device)
-        k_BSGh, v_BSGw = k_BSGh.index_select(2, index), v_BSGw.index_select(2, index)
+    if sequences.cache is not None:
+        first = sequences.cache.columns == 0
+        k_BGLh, v_BGLw = sequences.cache.extend(k_BSGh, v_BSGw)
+        if not first:
+            return attend_cached(
+                q_BSHh,
+                k_BGLh,
+                v_BGLw,
+                scale=scale,
+                mask_BSL=sequences.mask_BSS,
+                sinks_H=sinks_H,
+            )
     key = sequences.dropout_key if drop > 0.0 else None
 
     def whole(

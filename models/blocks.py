@@ -5,6 +5,7 @@ Letters: T owned tokens · D width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from moe_tp.experts.activation import activation as activation_of
 from moe_tp.experts.mlp import GatedMLP
 from moe_tp.experts.moe import MoE, MoEAux, Sequences
 from moe_tp.models.attention import Attention
+from moe_tp.models.cache import LayerCache
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.mla import LatentAttention
 from moe_tp.models.tokens import Tokens
@@ -33,12 +35,16 @@ class Call:
         seed, step: of the dropout masks.
         step_tokens: real tokens of the whole optimiser step, for router losses that add up over
             its micro-batches; None: they are means over this call.
+        caches: what each layer keeps of earlier columns, by its number; None outside generation.
+        even: all ranks of the stage own equally many tokens (a step of generation).
     """
 
     tokens: Tokens
     seed: int
     step: int
     step_tokens: int | None = None
+    caches: Mapping[int, LayerCache] | None = None
+    even: bool = False
 
     def key(self, layer: int, site: str, token_ids: torch.Tensor) -> DropoutKey:
         """Return the identity of one dropout site of one layer."""
@@ -83,7 +89,8 @@ class Block(nn.Module):
         key = None
         if self.training and config.attention.dropout:
             key = call.key(self.layer, "attention_weights", tokens.token_ids_BS.flatten())
-        sequences = tokens.sequences(config.window(self.layer), key)
+        cache = None if call.caches is None else call.caches[self.layer]
+        sequences = tokens.sequences(config.window(self.layer), key, cache)
         y_TD = self.attention(self.attention_norm(x_TD), sequences)
         x_TD = self._join(x_TD, y_TD, "attention", call)
         y_TD, aux = self._feed_forward(self.mlp_norm(x_TD), call)
@@ -93,6 +100,8 @@ class Block(nn.Module):
         if self.config.is_dense(self.layer):
             return self.mlp(x_TD), None
         tokens = call.tokens
+        if call.caches is not None:
+            return self.moe.serve(x_TD, tokens.mask_T, tokens.ids_T, even=call.even), None
         y_TD, aux = self.moe(
             x_TD,
             mask=tokens.mask_T,

@@ -24,7 +24,7 @@ from moe_tp.models.families import rules_for
 from moe_tp.models.head import Aux, Head, Output
 from moe_tp.models.stages import DecoderStage, make_stages, pipeline_logits
 from moe_tp.models.tokens import batch_problem, count_agreed, owned_tokens, prepare
-from moe_tp.parallel.collectives import accumulate_dtype, all_reduce
+from moe_tp.parallel.collectives import accumulate_dtype, all_gather, all_reduce
 from moe_tp.parallel.context.sequence import order
 from moe_tp.parallel.context.ulysses import check_heads
 from moe_tp.parallel.mesh import Mesh
@@ -133,6 +133,7 @@ class Decoder(nn.Module):
         sample_offset: int = 0,
         step_tokens: int | None = None,
         return_logits: bool | None = None,
+        call: Call | None = None,
     ) -> Output:
         """Return loss, router losses and logits of one batch; collective.
 
@@ -149,6 +150,8 @@ class Decoder(nn.Module):
                 global batch.
             step_tokens: real tokens of the step on all ranks, for router losses over the step.
             return_logits: None: where there are no labels.
+            call: an opened call of generation in place of all others: the logits are then this
+                rank's part of the vocabulary for the last columns, see `last_logits`.
 
         Raises:
             DataError: the batch cannot be used (checked before anything is sent).
@@ -156,6 +159,10 @@ class Decoder(nn.Module):
         Collectives: with labels and no `target_tokens` an all-reduce of two integers over dp; those
             of the layers; the loss over the stage.
         """
+        if call is not None:
+            x_TD, _ = self.run_layers(self.embed_tokens(call), call)
+            part_BV = self.last_logits(self.final_norm(x_TD), call)
+            return Output(loss=None, aux=self.gather_aux({}), logits=part_BV)
         if self.stages and labels is not None:
             raise ConfigError(
                 f"a call with labels needs pp=1, but pp={self.mesh.layout.pp}; use "
@@ -310,6 +317,22 @@ class Decoder(nn.Module):
             place = order(cp.size * tokens.length, cp.size).to(logits_NV.device)
             logits_BSV = gather_shards(logits_BSV, cp, 1)[:, place]
         return logits_BSV[:, : tokens.given]
+
+    def last_logits(self, x_TD: torch.Tensor, call: Call) -> torch.Tensor:
+        """Return `[B, V / tp]`, this rank's part of the vocabulary for each row's last column.
+
+        Args:
+            x_TD: owned tokens after the last norm.
+            call: with no cp.
+
+        Collectives: all-gather of x over tp.
+        """
+        assert self.head is not None
+        tokens = call.tokens
+        x_ND = all_gather(x_TD, self.mesh.group("tp"))
+        x_BSD = x_ND[: tokens.batch * tokens.length].view(tokens.batch, tokens.length, -1)
+        part: torch.Tensor = self.head(x_BSD[:, -1], None, self.config.logit_scale, shard=True)
+        return part
 
     def gather_aux(self, layer_aux: dict[int, MoEAux]) -> Aux:
         """Return the routers' losses summed over layers and the load of each layer."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import Init, ParallelModule, ParamSpec
@@ -77,7 +78,12 @@ class Head(ParallelModule):
         self.vocab_size = vocab_size
 
     def forward(
-        self, x_TD: torch.Tensor, targets_N: torch.Tensor | None, logit_scale: float
+        self,
+        x_TD: torch.Tensor,
+        targets_N: torch.Tensor | None,
+        logit_scale: float,
+        *,
+        shard: bool = False,
     ) -> torch.Tensor:
         """Return the summed loss of owned tokens, or without targets full logits `[N, V]`.
 
@@ -85,10 +91,15 @@ class Head(ParallelModule):
             x_TD: owned tokens after the last norm.
             targets_N: targets of all tokens of the tp group.
             logit_scale: factor on the logits.
+            shard: x is the same on all ranks of tp, and the logits are this rank's `[N, V / tp]`;
+                padded words are not cut off.
 
-        Collectives: those of `vocab_cross_entropy` or `vocab_logits` over tp.
+        Collectives: those of `vocab_cross_entropy` or `vocab_logits` over tp; none with `shard`.
         """
         weight, group = self.local("weight"), self.mesh.group("tp")
+        if shard:
+            part_NV = F.linear(x_TD, weight)
+            return part_NV if logit_scale == 1.0 else part_NV * logit_scale
         if targets_N is None:
             return vocab_logits(
                 x_TD, weight, group, vocab_size=self.vocab_size, logit_scale=logit_scale

@@ -8,10 +8,14 @@ latents (512 elements a token instead of the width), from which each rank expand
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from moe_tp.models.attention import Sequences, attend, pad_rows
+from moe_tp.models.cache import attend_cached
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.heads import HeadLinear, share_heads
 from moe_tp.models.rope import score_scale
@@ -80,6 +84,15 @@ class LatentAttention(nn.Module):
         else:
             q = self._expand(self.q_b, self.q_a_norm(self.q_a(x_TD)), shape)
         latent, turned = self.kv_a(x_TD).split([mla.kv_rank, mla.rope_dim], dim=-1)
+        rows = x_TD.shape[0] * self.mesh.size("tp")
+        if sequences.cache is not None:
+            first = sequences.cache.columns == 0
+            seen = self._remember(self.kv_a_norm(latent), turned, sequences)
+            if not first:
+                out = self._attend_latents(q, seen, sequences)
+                cached: torch.Tensor = self.o(pad_rows(out.flatten(0, 1).flatten(1), rows))
+                return cached
+            sequences = replace(sequences, cache=None)
         kv = self._expand(self.kv_b, self.kv_a_norm(latent), shape)
         k_plain, v = kv.split([mla.nope_dim, mla.value_dim], dim=-1)
         tokens = shape[0] * shape[1]
@@ -95,9 +108,60 @@ class LatentAttention(nn.Module):
             drop=self.config.dropout if self.training else 0.0,
             first_head=self.mesh.coordinate("tp") * self.heads,
         )
-        rows = x_TD.shape[0] * self.mesh.size("tp")
         result: torch.Tensor = self.o(pad_rows(out.flatten(0, 1).flatten(1), rows))
         return result
+
+    def _remember(
+        self, latent_TC: torch.Tensor, turned_Th: torch.Tensor, sequences: Sequences
+    ) -> torch.Tensor:
+        """Return `[B, 1, L, C + h]`: the normed latent and rotated key of each column so far.
+
+        Collectives: all-gather of both over tp.
+        """
+        assert sequences.cache is not None
+        shape = (sequences.batch, sequences.length)
+        both = all_gather(torch.cat([latent_TC, turned_Th], dim=-1), self.mesh.group("tp"))
+        both = both[: shape[0] * shape[1]].view(*shape, 1, -1)
+        latent, turned = both.split([self.mla.kv_rank, self.mla.rope_dim], dim=-1)
+        (seen,) = sequences.cache.extend(torch.cat([latent, sequences.rotation(turned)], dim=-1))
+        return seen
+
+    def _attend_latents(
+        self, q_BSHh: torch.Tensor, seen: torch.Tensor, sequences: Sequences
+    ) -> torch.Tensor:
+        """Return `[B, S, H, w]` without expanding the cached latents.
+
+        The key's projection is applied to the query and the value's to the weighted sum of latents,
+        since both are linear (arXiv:2405.04434, section 2.1.2): all heads share one key.
+        """
+        mla = self.mla
+        weight = self._kv_weight().view(self.heads, mla.nope_dim + mla.value_dim, mla.kv_rank)
+        w_key, w_value = weight.split([mla.nope_dim, mla.value_dim], dim=1)
+        plain, turned = q_BSHh.split([mla.nope_dim, mla.rope_dim], dim=-1)
+        q = torch.einsum("bshn,hnc->bshc", plain, w_key)
+        out = attend_cached(
+            torch.cat([q, sequences.rotation(turned)], dim=-1),
+            seen,
+            seen[..., : mla.kv_rank],
+            scale=self.scale,
+            mask_BSL=sequences.mask_BSS,
+        )
+        return torch.einsum("bshc,hwc->bshw", out, w_value)
+
+    def _kv_weight(self) -> torch.Tensor:
+        """Return the expansion's weight of this rank's heads, with an adapter folded in.
+
+        Collectives: with an adapter, those of its term over tp.
+        """
+        weight = self.kv_b.weight_rows()
+        if self.kv_b.low_rank is None:
+            return weight
+        # The product with unit vectors is the matrix; each rank brings its share of them.
+        tp, width = self.mesh.group("tp"), self.mla.kv_rank
+        each = -(-width // tp.size)
+        unit = torch.eye(each * tp.size, width, dtype=weight.dtype, device=weight.device)
+        mine = unit[tp.rank * each : (tp.rank + 1) * each]
+        return self.kv_b.with_low_rank(mine, F.linear(unit, weight))[:width].t()
 
     def _expand(
         self, linear: HeadLinear, x_TD: torch.Tensor, shape: tuple[int, int]

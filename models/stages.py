@@ -79,18 +79,20 @@ class DecoderStage(nn.Module):
     ) -> Any:
         """Return `(x_TD, aux [1])`, or for the last stage `[2]`: loss and router losses.
 
-        Without labels the last stage returns `(logits, aux [1])`.
+        Without labels the last stage returns `(logits, aux [1])`; with an opened `call` of
+        generation these are the last columns' logits, see `Decoder.last_logits`.
 
         Args:
             value: ids `[B, S]` for the first stage, else the residual stream `[T, D]`.
             aux_1: router losses of the stages before; None for the first.
-            arguments: of `Decoder.open`, and `divisor` `[1]` with labels.
+            arguments: of `Decoder.open`, and `divisor` `[1]` with labels; or `call`, opened.
 
         Collectives: those of the layers and of the loss.
         """
         decoder: Decoder = self.__dict__["decoder"]
         divisor = arguments.pop("divisor", None)
-        call = _open(decoder, arguments)
+        opened: Call | None = arguments.get("call")
+        call = _open(decoder, arguments) if opened is None else opened
         if self.first:
             x_TD = decoder.embed_tokens(call)
             if torch.is_grad_enabled() and not x_TD.requires_grad:
@@ -107,6 +109,8 @@ class DecoderStage(nn.Module):
         if not self.last:
             return x_TD, aux_1
         x_TD = decoder.final_norm(x_TD)
+        if opened is not None:
+            return decoder.last_logits(x_TD, call), aux_1
         if divisor is None:
             return decoder.logits(x_TD, call), aux_1
         loss = decoder.loss(x_TD, call, divisor[0])

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from moe_tp.errors import DataError
 from moe_tp.models.attention import Sequences
+from moe_tp.models.cache import LayerCache
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.context import SharedSequences
 from moe_tp.models.rope import Rotation, rotation
@@ -65,12 +66,15 @@ class Tokens:
     given: int
     context: SharedSequences | None = None
 
-    def sequences(self, window: int, key: DropoutKey | None) -> Sequences:
+    def sequences(
+        self, window: int, key: DropoutKey | None, cache: LayerCache | None = None
+    ) -> Sequences:
         """Return what a layer's attention must know.
 
         Args:
             window: the layer's sliding window, 0 for none.
             key: identity of the layer's attention dropout; None outside training.
+            cache: what the layer keeps of earlier columns; None outside generation.
         """
         return Sequences(
             batch=self.batch,
@@ -79,6 +83,7 @@ class Tokens:
             mask_BSS=self.masks[window],
             dropout_key=key,
             context=None if self.context is None else replace(self.context, window=window),
+            cache=cache,
         )
 
 

@@ -34,6 +34,7 @@ from moe_tp.experts.losses import MoEAux, Sequences, router_losses
 from moe_tp.experts.mlp import GatedMLP
 from moe_tp.experts.pieces import run_pieces, split_in_pieces
 from moe_tp.experts.router import Router, count_load, counted_step, update_router_bias
+from moe_tp.experts.serving import ServingDispatcher
 from moe_tp.log import warn_once
 from moe_tp.parallel.collectives import raw_all_reduce
 from moe_tp.parallel.linear import ReplicatedLinear
@@ -41,7 +42,7 @@ from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import Init, ParallelModule, initialise
 from moe_tp.parallel.random import DropoutKey
 from moe_tp.parallel.recompute import keeping
-from moe_tp.routing.assignment import Assignment
+from moe_tp.routing.assignment import Assignment, assign
 from moe_tp.routing.config import RouterConfig
 from moe_tp.routing.table import ExpertTable
 
@@ -208,6 +209,36 @@ class MoE(nn.Module):
         y_TD, wire = self._routed_and_shared(x_TD, assignment, mask_T)
 
         return count_load(y_TD, self.router, assignment).view(x.shape), replace(aux, wire=wire)
+
+    def serve(
+        self,
+        x_TD: torch.Tensor,
+        mask_T: torch.Tensor | None,
+        token_ids_T: torch.Tensor | None,
+        *,
+        even: bool,
+    ) -> torch.Tensor:
+        """Return the layer's output alone, for generation: nothing is dropped, counted or owed.
+
+        Args:
+            x_TD, mask_T, token_ids_T: as in `forward`.
+            even: all ranks of ep x etp bring equally many tokens, and few of them.
+
+        Collectives: those of the dispatcher, with `even` an exchange that counts nothing; those of
+            the shared expert over tp.
+        """
+        assignment = self.router(x_TD, mask_T=mask_T, token_ids_T=token_ids_T)
+        if self.config.capacity_factor is not None:
+            # A place in an expert must not depend on the neighbours in the batch.
+            config = replace(self.config, capacity_factor=None)
+            assignment = assign(assignment.chosen_TK, assignment.logits_TE, config, mask_T=mask_T)
+        if not even or self.mesh.size("ep") * self.mesh.size("etp") == 1:
+            return self._routed_and_shared(x_TD, assignment, mask_T)[0]
+        serving = ServingDispatcher(self.mesh, self.table)
+        received = serving.dispatch(x_TD.to(self.experts.compute_dtype), assignment)
+        partial_RD = self.experts(received.rows_RD, received.pair_weight_P, received)
+        y_TD = serving.combine(partial_RD, received, x_TD.dtype)
+        return y_TD + self._shared(x_TD, mask_T)
 
     def _routed_and_shared(
         self, x_TD: torch.Tensor, assignment: Assignment, mask_T: torch.Tensor | None
