@@ -15,7 +15,20 @@ __all__ = [
     "RankFailedError",
     "RankMismatchError",
     "RoutingError",
+    "reads_like_a_lost_peer",
 ]
+
+_PEER_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "timed out waiting",
+    "nccl",
+    "remote process exited",
+    "still ran when another rank failed",
+)
 
 
 class MoeTpError(Exception):
@@ -44,3 +57,8 @@ class RankMismatchError(MoeTpError, RuntimeError):
 
 class RankFailedError(MoeTpError, RuntimeError):
     """Another rank failed or died; the message names the rank and the first cause."""
+
+
+def reads_like_a_lost_peer(message: str) -> bool:
+    """Return whether a failure is the consequence of another rank's: the loss of a peer."""
+    return any(part in message.lower() for part in _PEER_LOST)

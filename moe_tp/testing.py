@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_tp.errors import MoeTpError, RankFailedError
+from moe_tp.errors import MoeTpError, RankFailedError, reads_like_a_lost_peer
 
 __all__ = ["CrashReport", "run_crash", "run_ranks"]
 
@@ -293,8 +293,16 @@ def _receive(worker: _Worker) -> bytes | _Failure:
 
 
 def _labelled(failures: dict[int, _Failure], world_size: int) -> BaseException:
-    """Return the earliest failure as an exception of its own type, with rank and traceback."""
-    rank = min(failures, key=lambda r: failures[r].when)
+    """Return the first cause as an exception of its own type, with rank and traceback.
+
+    That is the earliest failure which does not read like the loss of a peer: under load the news
+    of a death can come after the complaints of those who lost it.
+    """
+
+    def order(rank: int) -> tuple[bool, float]:
+        return reads_like_a_lost_peer(failures[rank].message), failures[rank].when
+
+    rank = min(failures, key=order)
     first = failures[rank]
     text = f"rank {rank} of {world_size}: {first.message}"
     error: BaseException | None = None

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_tp.errors import ConfigError, RankFailedError
-from moe_tp.testing import run_crash, run_ranks
+from moe_tp.testing import _Failure, _labelled, run_crash, run_ranks
 
 
 def _sum(start: int) -> tuple[int, torch.Tensor]:
@@ -113,6 +113,13 @@ def test_a_dead_rank_is_named() -> None:
     with pytest.raises(RankFailedError, match=r"rank 1 of 2: .*exit code -9"):
         run_ranks(_die, 2, 1)
     assert time.monotonic() - start < 10
+
+
+def test_the_news_of_a_death_may_come_late() -> None:
+    """F1: a rank that lost its peer is no first cause, however early it says so."""
+    lost = _Failure(1.0, None, "RuntimeError", "[pair.cc:553] Connection closed by peer", "")
+    died = _Failure(2.0, None, "RankFailedError", "died with exit code -9", "")
+    assert "rank 1 of 2: RankFailedError: died" in str(_labelled({0: lost, 1: died}, 2))
 
 
 def test_run_crash_reports_each_rank() -> None:

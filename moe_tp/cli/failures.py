@@ -8,21 +8,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from moe_tp.errors import CheckpointError, ConfigError, DataError, MoeTpError
+from moe_tp.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MoeTpError,
+    reads_like_a_lost_peer,
+)
 
 __all__ = ["Failure", "exit_code", "first_cause", "leave", "read"]
-
-# What the error of a rank says that lost its peer: the consequence of another rank's failure.
-_PEER_LOST = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "socket closed",
-    "timed out waiting",
-    "nccl",
-    "remote process exited",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +34,8 @@ class Failure:
     @property
     def follows_another(self) -> bool:
         """Whether the failure reads like the loss of a peer."""
-        text = f"{self.kind}: {self.message}".lower()
         return self.kind == "RankFailedError" or (
-            not self.expected and any(part in text for part in _PEER_LOST)
+            not self.expected and reads_like_a_lost_peer(self.message)
         )
 
 
