@@ -343,8 +343,8 @@ def test_folder_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lacks .*q_proj.lora_B"):
         load_adapter(make({}), tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
-    with pytest.raises(CheckpointError, match="use_dora"):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "lora_bias": True}))
+    with pytest.raises(CheckpointError, match="lora_bias"):
         load_adapter(make({}), tmp_path)
 
 

@@ -65,6 +65,9 @@ def settle_gradients(model: nn.Module) -> None:
             continue
         mesh = entry.module.mesh
         grad = _gradient(entry.param, entry.spec)
+        rows = entry.module.trained_rows.get(entry.name)
+        if rows is not None:
+            to_local(grad)[~rows] = 0
         axes = owed_axes(grad)
         if axes:
             ends = ("pp_ends",) if entry.spec.copies > 1 else ()

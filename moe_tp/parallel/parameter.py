@@ -111,10 +111,10 @@ class NamedSpec(NamedTuple):
 
 
 class LowRankTerm(Protocol):
-    """What LoRA adds to a linear module: `ParallelModule.low_rank` holds one."""
+    """What LoRA does to a linear module's product: `ParallelModule.low_rank` holds one."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the module's product, for the module's input."""
+    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return what becomes of the module's product `y` for its input `x`."""
         ...
 
 
@@ -124,7 +124,9 @@ class ParallelModule(nn.Module):
     Attributes:
         mesh: the mesh.
         specs: what each of its own parameters is.
-        low_rank: what an adapter adds to its product; None without one.
+        low_rank: what an adapter does to its product; None without one.
+        trained_rows: by name of a parameter of which only a part is trained, True for each local
+            element of dimension 0 that is: `settle_gradients` zeroes the gradient of the others.
         gradient_scale: factor that `settle_gradients` applies (1/ranks in a host that averages).
     """
 
@@ -134,6 +136,7 @@ class ParallelModule(nn.Module):
         self.specs: dict[str, ParamSpec] = {}
         self.gradient_scale = 1.0
         self.low_rank: LowRankTerm | None = None
+        self.trained_rows: dict[str, torch.Tensor] = {}
         self._fp32_buffers: set[str] = set()
 
     def add_parameter(self, name: str, spec: ParamSpec, dtype: torch.dtype) -> None:
@@ -180,11 +183,11 @@ class ParallelModule(nn.Module):
         return value if dtype is None or spec.keep_fp32 else value.to(dtype)
 
     def with_low_rank(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return `y`, this module's product for the input `x`, plus the adapter's term.
+        """Return `y`, this module's product for the input `x`, with the adapter's term.
 
         Collectives: those of the adapter, over tp.
         """
-        return y if self.low_rank is None else y + self.low_rank(x)
+        return y if self.low_rank is None else self.low_rank(x, y)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Cast or move, keeping fp32 state in fp32: its values must never pass through bf16."""

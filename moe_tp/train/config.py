@@ -84,6 +84,10 @@ class TrainConfig:
         decay_steps: of wsd; none: a tenth of all.
         min_lr_ratio: where the schedule ends, as a part of lr.
         max_grad_norm: gradients are scaled down to this norm; 0: never.
+        freeze: what is not trained: patterns over hub names (`model.layers.0.*`, `q_proj`), groups
+            (router, experts, shared_experts, attention, norms, embeddings), or `experts.3`, that
+            expert of every layer. A frozen router keeps its correction bias too.
+        only: likewise, what alone is trained; empty: all that is not frozen.
         residual_dropout: probability, in training only; none: the model's own.
         eval_every: steps between evaluations; 0: only after the last step.
         save_every: steps between checkpoints; 0: none, except on SIGTERM.
@@ -117,6 +121,8 @@ class TrainConfig:
     decay_steps: int | None = None
     min_lr_ratio: float = 0.1
     max_grad_norm: float = 1.0
+    freeze: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
     residual_dropout: float | None = None
     eval_every: int = 0
     save_every: int = 0
@@ -189,6 +195,13 @@ class FinetuneConfig:
     parallel: ParallelLayout = field(default_factory=ParallelLayout)
     runtime: Runtime = field(default_factory=Runtime)
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.lora is not None and (self.train.freeze or self.train.only):
+            raise ConfigError(
+                "train.freeze and train.only choose among the model's weights, and lora freezes "
+                "them all; say lora.targets and lora.experts instead"
+            )
 
 
 def _at_least(name: str, value: int, low: int) -> None:

@@ -24,6 +24,7 @@ from moe_tp.parallel.parameter import named_specs, to_local
 from moe_tp.train.baseline import unigram_loss
 from moe_tp.train.config import FinetuneConfig
 from moe_tp.train.data import Batch, DataStream, evaluation_batches, load_rows
+from moe_tp.train.freeze import choose_trained
 from moe_tp.train.lora import apply_lora, merge_lora
 from moe_tp.train.lora_io import save_adapter
 from moe_tp.train.metrics import LOAD, METRICS, LineWriter, load_summary
@@ -106,6 +107,7 @@ class Run:
             set_residual_dropout(self.model, config.train.residual_dropout)
         if config.lora is not None:
             apply_lora(self.model, config.lora)
+        choose_trained(self.model, config.train.freeze, config.train.only)
         self.rows = self._load(config.data.train)
         self.held_out = self._load(config.data.eval) if config.data.eval else None
         self.stream = DataStream(

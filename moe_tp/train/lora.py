@@ -30,6 +30,8 @@ from moe_tp.parallel.parameter import (
 )
 from moe_tp.parallel.random import fill_normal, key_of
 from moe_tp.parallel.zero import reshard
+from moe_tp.train.freeze import check_experts, train_rows
+from moe_tp.train.lora_dora import lengths
 from moe_tp.train.lora_layers import ExpertLowRank, LinearLowRank
 from moe_tp.train.lora_targets import choose_parameters, group_of, layer_of
 
@@ -42,11 +44,17 @@ class LoRAConfig:
 
     Args:
         rank: r.
-        alpha: the term is scaled by alpha / r.
+        alpha: the term is scaled by alpha / r, or alpha / sqrt r with `rslora`.
         targets: see `moe_tp.train.lora_targets.choose_parameters`.
         dropout: probability of dropping an element of an adapter's input; not for experts and
             routers, where PEFT does not define it either.
         seed: of A's first values.
+        rslora: scale by alpha / sqrt r (arXiv:2312.03732).
+        dora: train the length of each output apart from its direction (arXiv:2402.09353); for
+            attention alone: PEFT defines it for modules, and adapts the rest of an MoE as bare
+            parameters.
+        experts: numbers of the experts whose adapters are trained, the others' stay zero; none:
+            all.
 
     Raises:
         ConfigError: a value is out of range.
@@ -57,9 +65,14 @@ class LoRAConfig:
     targets: tuple[str, ...] = ("attention", "experts")
     dropout: float = 0.0
     seed: int = 0
+    rslora: bool = False
+    dora: bool = False
+    experts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
+        if self.experts is not None:
+            object.__setattr__(self, "experts", tuple(self.experts))
         if self.rank < 1:
             raise ConfigError(f"lora rank={self.rank} adapts nothing; choose 1 or more")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
@@ -71,8 +84,8 @@ class LoRAConfig:
 
     @property
     def scale(self) -> float:
-        """alpha / r."""
-        return self.alpha / self.rank
+        """What the product of B and A is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class Factors(NamedTuple):
@@ -84,6 +97,27 @@ class Factors(NamedTuple):
     adapter: ParallelModule
     a: str
     b: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters of the adapter that are this one's: A, B, and DoRA's lengths."""
+        return (self.a, self.b, *(["m"] if "m" in self.adapter.specs else []))
+
+    def whole_lengths(self) -> torch.Tensor:
+        """Return DoRA's m over all ranks.
+
+        Collectives: an all-gather over the axis that splits it.
+        """
+        param = self.adapter.get_parameter("m")
+        return full_logical(param, self.adapter.specs["m"], self.adapter.mesh)
+
+    def whole_base(self) -> torch.Tensor:
+        """Return the base parameter over all ranks.
+
+        Collectives: all-gathers over the axes that split it.
+        """
+        spec = self.base.specs[self.name]
+        return full_logical(self.base.get_parameter(self.name), spec, self.base.mesh)
 
     def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A and B over all ranks: `[.., r, in]` and `[.., out, r]`.
@@ -131,13 +165,7 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> None:
     if _STATE in decoder.__dict__:
         raise ConfigError("the model has adapters already; merge_lora(model) folds them in first")
     chosen = choose_parameters(decoder.name_rules, config.targets)
-    undefined = sorted({g for f in chosen if (g := group_of(f)) in ("experts", "router")})
-    if config.dropout and undefined:
-        raise ConfigError(
-            f"lora dropout={config.dropout} is not defined for {' and '.join(undefined)}, whose "
-            f"adapters PEFT folds into the weight too; choose dropout=0 or leave them out of "
-            f"targets={list(config.targets)}"
-        )
+    _check(config, chosen, decoder)
     decoder.mesh.agree("the LoRA settings", repr(config))
     reshard(decoder)
     state = _State(
@@ -157,8 +185,34 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> None:
         _adapt(decoder, block, here, config, state)
     decoder.__dict__[_STATE] = state
     for factors in adapters(decoder):
-        for name in (factors.a, factors.b):
+        for name in factors.names:
             _fill(factors, name, config.seed)
+        if config.experts is not None and group_of(factors.fqn) == "experts":
+            for name in factors.names:
+                train_rows(factors.adapter, name, config.experts)
+
+
+def _check(config: LoRAConfig, chosen: list[str], decoder: Decoder) -> None:
+    """Check that what is asked for is defined for the parameters that are adapted."""
+    groups = {group_of(fqn) for fqn in chosen}
+    for name, value, off, never in (
+        ("dropout", config.dropout, "dropout=0", {"experts", "router"}),
+        ("dora", config.dora, "dora=false", groups - {"attention"}),
+    ):
+        undefined = sorted(str(g) for g in groups & never)
+        if value and undefined:
+            raise ConfigError(
+                f"lora {name}={value} is not defined for {' and '.join(undefined)}, whose "
+                f"adapters PEFT folds into the weight too; choose {off} or leave them out of "
+                f"targets={list(config.targets)}"
+            )
+    if config.experts is not None:
+        check_experts(decoder, config.experts, "lora experts")
+        if "experts" not in groups:
+            raise ConfigError(
+                f"lora experts={list(config.experts)} chooses among experts, which "
+                f"targets={list(config.targets)} does not adapt; add 'experts' to them"
+            )
 
 
 def _adapt(
@@ -172,7 +226,13 @@ def _adapt(
         module = decoder.get_submodule(fqn.rsplit(".", 1)[0])
         assert isinstance(module, ParallelModule)
         adapter = LinearLowRank(
-            module, config.rank, config.scale, drop=config.dropout, layer=block.layer, site=fqn
+            module,
+            config.rank,
+            config.scale,
+            drop=config.dropout,
+            layer=block.layer,
+            site=fqn,
+            dora=config.dora,
         )
         adapter.train(module.training)
         module.low_rank = adapter
@@ -200,7 +260,11 @@ def _fill(factors: Factors, name: str, seed: int) -> None:
     param, spec = factors.adapter.get_parameter(name), factors.adapter.specs[name]
     with torch.no_grad():
         local = to_local(param)
-        if spec.init.kind == "constant":
+        if name == "m":
+            whole = lengths(factors.whole_base().to(local.dtype))
+            (places,) = local_index(param, spec)
+            local.copy_(whole[places.to(whole.device)])
+        elif spec.init.kind == "constant":
             local.fill_(spec.init.value)
         else:
             key = key_of(seed, "lora", factors.fqn)
@@ -222,7 +286,7 @@ def adapters(model: nn.Module) -> Iterator[Factors]:
 
 
 def merge_lora(model: nn.Module) -> None:
-    """Fold `(alpha / r) B A` into the weights in place, take the adapters off, and unfreeze.
+    """Fold `s B A` into the weights in place, take the adapters off, and unfreeze.
 
     The sum over r is taken element by element in fp32 (fp64 for fp64), so that merged weights have
     the same bits in every layout.
@@ -230,14 +294,16 @@ def merge_lora(model: nn.Module) -> None:
     Raises:
         ConfigError: the model has no adapters.
 
-    Collectives: all-gathers of each adapter over the axes that split it.
+    Collectives: all-gathers of each adapter over the axes that split it; with DoRA of each adapted
+    weight too, one at a time.
     """
     decoder = _decoder(model)
     state = _state(decoder)
     reshard(decoder)
     with torch.no_grad():
         for factors in adapters(decoder):
-            _fold(factors, state.config.scale)
+            fold = _fold_lengths if "m" in factors.adapter.specs else _fold
+            fold(factors, state.config.scale)
     for module in decoder.modules():
         if isinstance(module, ParallelModule) and module.low_rank is not None:
             del module.low_rank
@@ -276,6 +342,20 @@ def _fold(factors: Factors, scale: float) -> None:
             continue
         part, a_e, b_e = weight[lead], a[tuple(expert)], b[tuple(expert)]
         part.copy_(part.to(dtype) + product(a_e, b_e) * scale)
+
+
+def _fold_lengths(factors: Factors, scale: float) -> None:
+    """Put this rank's part of `m V / ||V||` in the weight's place; rows are measured whole."""
+    a, b = factors.whole()
+    param = factors.base.get_parameter(factors.name)
+    weight = to_local(param)
+    dtype = accumulate_dtype(weight.dtype)
+    whole = factors.whole_base().to(dtype)
+    whole += product(a.to(dtype), b.to(dtype)) * scale
+    whole *= (factors.whole_lengths().to(dtype) / lengths(whole))[:, None]
+    for dim, places in enumerate(local_index(param, factors.base.specs[factors.name])):
+        whole = whole.index_select(dim, places.to(whole.device))
+    weight.copy_(whole)
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

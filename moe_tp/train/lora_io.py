@@ -34,6 +34,21 @@ from moe_tp.train.lora_targets import GROUPS, choose_parameters, group_of
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _ROOT = "base_model.model."
+_LENGTHS = "lora_magnitude_vector"
+
+
+# what changes an adapter's meaning in PEFT and is not computed here
+_UNKNOWN = (
+    "lora_bias",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "fan_in_fan_out",
+    "megatron_config",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "use_qalora",
+)
 
 
 def pack_experts(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,6 +98,8 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> None:
         prefix = _ROOT + names[factors.fqn][1]
         tensors[f"{prefix}.lora_A.weight"] = a.cpu().contiguous()
         tensors[f"{prefix}.lora_B.weight"] = b.cpu().contiguous()
+        if config.dora:
+            tensors[f"{prefix}.{_LENGTHS}"] = factors.whole_lengths().cpu()
     mesh = model.mesh
     pipeline = mesh.group("pp")
     if pipeline.size > 1:
@@ -130,11 +147,11 @@ def load_adapter(model: nn.Module, path: str | os.PathLike[str]) -> None:
     mine = lora_config(model)
     if mine is None:
         apply_lora(model, read)
-    elif (mine.rank, mine.scale) != (read.rank, read.scale):
+    elif (mine.rank, mine.scale, mine.dora) != (read.rank, read.scale, read.dora):
+        one, other = (f"rank={c.rank}, scale={c.scale:g}, dora={c.dora}" for c in (mine, read))
         raise ConfigError(
-            f"the model's adapters have rank={mine.rank}, alpha={mine.alpha}, but those of {path} "
-            f"rank={read.rank}, alpha={read.alpha}; merge_lora(model) first, or load into a model "
-            "without adapters"
+            f"the model's adapters have {one}, but those of {path} {other}; merge_lora(model) "
+            "first, or load into a model without adapters"
         )
     together(lambda: _fill(model, tensors, Path(path)), world, mesh.device)
 
@@ -145,13 +162,24 @@ def _read(model: Decoder, folder: Path) -> tuple[LoRAConfig, dict[str, torch.Ten
     if missing:
         raise CheckpointError(f"{folder} is no complete PEFT folder: it lacks {missing[0]}")
     settings = json.loads((folder / CONFIG).read_text())
-    for key in ("use_rslora", "use_dora", "lora_bias", "rank_pattern", "alpha_pattern"):
+    for key in _UNKNOWN:
         if settings.get(key):
             raise CheckpointError(f"{folder}/{CONFIG}: {key}={settings[key]} is not supported")
     tensors = load_file(folder / WEIGHTS)
     every = [f for f in model.name_rules.pieces if group_of(f) is not None]
-    wanted = [settings.get(key) or [] for key in ("target_modules", "target_parameters")]
-    found = [f for f in every if any(_named(t, _peft_name(model, f, [])[0]) for t in wanted)]
+    # The file says which parameters have adapters; but where one of a layer's two parameters of
+    # experts has, its name there does not say which, and the settings do.
+    bare = settings.get("target_parameters") or []
+    found = [
+        f
+        for f in every
+        for target, prefix, _ in [_peft_name(model, f, [])]
+        if (
+            _named(bare, target)
+            if group_of(f) == "experts"
+            else f"{_ROOT}{prefix}.lora_A.weight" in tensors
+        )
+    ]
     known = {f"{_ROOT}{_peft_name(model, f, found)[1]}" for f in found}
     strange = [n for n in tensors if n.rsplit(".lora_", 1)[0] not in known]
     if strange or not found:
@@ -168,14 +196,14 @@ def _read(model: Decoder, folder: Path) -> tuple[LoRAConfig, dict[str, torch.Ten
         alpha=settings["lora_alpha"],
         targets=tuple(targets),
         dropout=settings.get("lora_dropout", 0.0),
+        rslora=bool(settings.get("use_rslora")),
+        dora=bool(settings.get("use_dora")),
     )
     return config, tensors
 
 
-def _named(targets: str | list[str], name: str) -> bool:
-    """Return whether PEFT's `target_modules` or `target_parameters` name it."""
-    if isinstance(targets, str):
-        return re.fullmatch(targets, name) is not None
+def _named(targets: list[str], name: str) -> bool:
+    """Return whether PEFT's `target_parameters` name it."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
@@ -198,7 +226,12 @@ def _fill(model: Decoder, tensors: Mapping[str, torch.Tensor], folder: Path) -> 
                 raise CheckpointError(f"{folder}/{WEIGHTS} lacks {name}, which the model adapts")
             pair.append(tensors[name])
         a, b = _from_peft(model, factors, *pair)
-        for name, value in ((factors.a, a), (factors.b, b)):
+        values = [(factors.a, a), (factors.b, b)]
+        if config.dora:
+            if f"{prefix}.{_LENGTHS}" not in tensors:
+                raise CheckpointError(f"{folder}/{WEIGHTS} lacks {prefix}.{_LENGTHS}")
+            values.append(("m", tensors[f"{prefix}.{_LENGTHS}"]))
+        for name, value in values:
             spec = factors.adapter.specs[name]
             if tuple(value.shape) != spec.shape:
                 raise CheckpointError(
@@ -224,7 +257,10 @@ def _config_json(
         "inference_mode": True,
         "r": config.rank,
         "lora_alpha": config.alpha,
-        "lora_dropout": config.dropout,
+        # PEFT knows no dropout on bare parameters, and none is applied to a trained adapter
+        "lora_dropout": 0.0 if any(whole for *_, whole in names.values()) else config.dropout,
+        "use_rslora": config.rslora,
+        "use_dora": config.dora,
         "bias": "none",
         "target_modules": sorted(name for name, _, whole in names.values() if not whole),
         "target_parameters": sorted(name for name, _, whole in names.values() if whole) or None,
@@ -260,6 +296,10 @@ def _peft_name(model: Decoder, fqn: str, fqns: list[str]) -> tuple[str, str, boo
             f"merge_lora(model) and save_pretrained write it instead"
         )
     name = pieces[0].hub_name.removesuffix(".weight")
+    if group != "attention":
+        # PEFT takes a module whose last name is gate_proj for the routed experts of the layer,
+        # which were called so before transformers 5; as a bare parameter it is what it is
+        return f"{name}.weight", name, True
     return name, name, False
 
 

@@ -1,4 +1,4 @@
-"""Low-rank terms beside frozen weights, in activation space: `y += (alpha / r) (x A^T) B^T`.
+"""Low-rank terms beside frozen weights, in activation space: `y += s (x A^T) B^T`.
 
 Letters: T owned tokens · N tokens of the tp group · D width · F expert hidden · E experts · r rank.
 
@@ -13,12 +13,16 @@ wide, and what a gradient owes follows from where its factor stands:
 | experts, etp  | gate and up: whole, a part | split like F              | nothing: B's linearity |
 |               | down: split like F         | whole, a part             | nothing                |
 
+With DoRA (`moe_tp.train.lora_dora`) the sum is then scaled for each output by `m / ||W + s B A||`,
+whose m lies as B does.
+
 Whole factors see a part of the sum on each rank, so their specs say `partial`. All are kept in fp32
 (fp64 for fp64) and never sharded by ZeRO: each is reduced by itself.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -30,8 +34,9 @@ from moe_tp.models.blocks import Call
 from moe_tp.models.heads import HeadLinear
 from moe_tp.parallel.collectives import all_gather, raw_all_gather
 from moe_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear, linear_scatter
-from moe_tp.parallel.parameter import ZEROS, Init, ParallelModule, ParamSpec, to_local
+from moe_tp.parallel.parameter import ONES, ZEROS, Init, ParallelModule, ParamSpec, to_local
 from moe_tp.parallel.random import dropout
+from moe_tp.train.lora_dora import row_lengths
 
 Flow = Literal["gather", "scatter", "owned"]
 
@@ -47,16 +52,26 @@ class LinearLowRank(ParallelModule):
     Args:
         base: the module that it stands beside.
         rank: r.
-        scale: alpha / r.
+        scale: s, alpha / r or alpha / sqrt r.
         drop: probability of dropping an element of the input.
         layer: number of the layer, for the dropout's key.
         site: name of the base parameter, for the dropout's key.
+        dora: with a length for each output, `m [out]`.
     """
 
     def __init__(
-        self, base: ParallelModule, rank: int, scale: float, *, drop: float, layer: int, site: str
+        self,
+        base: ParallelModule,
+        rank: int,
+        scale: float,
+        *,
+        drop: float,
+        layer: int,
+        site: str,
+        dora: bool = False,
     ) -> None:
         super().__init__(base.mesh)
+        self._base = (base,)  # a tuple: the base holds this module, not the other way round
         self.scale, self.drop, self.layer, self.site = scale, drop, layer, site
         self.call: Call | None = None
         spec = base.specs["weight"]
@@ -88,14 +103,19 @@ class LinearLowRank(ParallelModule):
             ),
             dtype,
         )
+        if dora:
+            spec = self.specs["b"]
+            self.add_parameter("m", replace(spec, shape=(out,), init=ONES, role="norm"), dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the base's product.
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return what becomes of the base's product.
 
         Args:
             x: the base's input: owned tokens `[T, in]`, or `[N, in / tp]` of split inputs.
+            y: the base's product for it, with its bias.
 
-        Collectives: over tp, all-gather or reduce-scatter of `[N, r]`, and its dual.
+        Collectives: over tp, all-gather or reduce-scatter of `[N, r]`, and its dual; with DoRA on
+        split inputs, an all-reduce of `[out]`.
         """
         x = self._dropped(x)
         a, b = self.local("a").to(x.dtype), self.local("b").to(x.dtype)
@@ -104,7 +124,24 @@ class LinearLowRank(ParallelModule):
         if self.flow == "gather":
             low = all_gather(low, group)
             b = b if self.rows is None else b[self.rows]
-        return F.linear(low, b) * self.scale
+        term = F.linear(low, b) * self.scale
+        return y + term if "m" not in self.specs else self._rescaled(y, term)
+
+    def _rescaled(self, y: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
+        """Return the product with each output at DoRA's length; the bias is left as it is."""
+        (base,) = self._base
+        part = slice(None) if self.rows is None else self.rows
+        lengths = row_lengths(
+            to_local(base.get_parameter("weight"))[part],
+            to_local(self.get_parameter("a")),
+            to_local(self.get_parameter("b"))[part],
+            self.scale,
+            self.mesh.group("tp") if self.flow == "scatter" else None,
+        )
+        ratio = self.local("m")[part] / lengths
+        plain = y - base.local("bias")[part] if "bias" in base.specs else y
+        # ratio - 1 is rounded, not ratio: in bf16 a length that has hardly moved would be lost
+        return y + (ratio - 1.0).to(y.dtype) * plain + ratio.to(y.dtype) * term
 
     def _dropped(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input with elements dropped by token, feature, step and site."""
@@ -128,7 +165,7 @@ class ExpertLowRank(ParallelModule):
     Args:
         base: the experts.
         rank: r.
-        scale: alpha / r.
+        scale: s, alpha / r or alpha / sqrt r.
         gate_up, down: which projections are adapted.
     """
 

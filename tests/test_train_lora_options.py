@@ -1,0 +1,318 @@
+"""rsLoRA, DoRA, adapters of some experts, and folders that PEFT wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_train_lora import (
+    Layout,
+    adapted,
+    batches,
+    close,
+    gather,
+    make,
+    run_step,
+)
+
+from moe_tp.errors import CheckpointError, ConfigError
+from moe_tp.models import from_pretrained, save_pretrained
+from moe_tp.models.decoder import Decoder
+from moe_tp.parallel.gradients import settle_gradients
+from moe_tp.parallel.mesh import Mesh
+from moe_tp.parallel.parameter import local_index, to_local
+from moe_tp.parallel.random import fill_normal, key_of
+from moe_tp.testing import run_ranks
+from moe_tp.train import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter
+from moe_tp.train.config import TrainConfig
+from moe_tp.train.lora import adapters
+from moe_tp.train.optim import make_optimizer
+from moe_tp.train.step import forward_backward
+
+
+def stretch(model: Decoder) -> Decoder:
+    """Return the model with DoRA's lengths off their first values, alike in every layout."""
+    for f in adapters(model):
+        if "m" in f.adapter.specs:
+            param, spec = f.adapter.get_parameter("m"), f.adapter.specs["m"]
+            noise = torch.empty_like(to_local(param))
+            fill_normal(noise, key_of("m", f.fqn), local_index(param, spec), spec.shape, 0.2)
+            to_local(param).mul_(1.0 + noise)
+    return model
+
+
+def dora_step(layout: Layout, case: str) -> dict[str, Any]:
+    model = stretch(adapted(layout, case, dora=True, targets=("attention",)))
+    ids = batches(None, 1)[0]["input_ids"]
+    model.eval()
+    with torch.no_grad():
+        logits = model(ids).logits
+    model.train()
+    out = forward_backward(model, batches(model.mesh))
+    settle_gradients(model)
+    grads = gather(model, "grad")
+    merge_lora(model)
+    model.eval()
+    with torch.no_grad():
+        merged = model(ids).logits
+    return {
+        "loss": float(out.loss),
+        "logits": logits,
+        "merged": merged,
+        "grads": grads,
+        "weights": gather(model, "value"),
+    }
+
+
+DORA_LAYOUTS: dict[str, tuple[int, Layout, str]] = {
+    "tp2": (2, {"tp": 2}, "deepseek_v3"),
+    "kv-whole-tp4": (4, {"tp": 4, "ep": 2, "etp": 2}, "mixtral"),
+    "biases-zero3-tp2": (4, {"dp": 2, "tp": 2, "zero": 3}, "gpt_oss"),
+}
+
+
+@pytest.mark.parametrize("name", DORA_LAYOUTS)
+def test_dora_on_layouts(name: str) -> None:
+    """G4 for DoRA: values, gradients and merged bits of one process; rows split over ranks too."""
+    world, layout, case = DORA_LAYOUTS[name]
+    one = run_ranks(dora_step, 1, {}, case)[0]
+    assert close(one["logits"], one["merged"])
+    assert any(n.endswith(".m") for n in one["grads"])
+    for got in run_ranks(dora_step, world, layout, case):
+        assert got["loss"] == pytest.approx(one["loss"], rel=1e-9)
+        assert close(got["logits"], one["logits"])
+        assert got["grads"].keys() == one["grads"].keys()
+        for fqn, grad in got["grads"].items():
+            assert close(grad, one["grads"][fqn]), fqn
+        for fqn, weight in got["weights"].items():
+            assert torch.equal(weight, one["weights"][fqn]), fqn
+
+
+def test_dora_starts_as_the_model_and_keeps_lengths() -> None:
+    """Equation 5: before training nothing changes; a merged row has the length m."""
+    model = make({})
+    ids = batches(None, 1)[0]["input_ids"]
+    base = model(ids).logits
+    apply_lora(model, LoRAConfig(rank=2, alpha=3.0, targets=("attention",), dora=True))
+    assert close(model(ids).logits, base)
+    model = stretch(adapted({}, dora=True, targets=("attention",)))
+    wanted = {f.fqn: f.whole_lengths() for f in adapters(model)}
+    merge_lora(model)
+    weights = gather(model, "value")
+    for fqn, length in wanted.items():
+        assert close(weights[fqn].norm(dim=1), length), fqn
+
+
+def test_scales() -> None:
+    """rsLoRA divides by the root of the rank (arXiv:2312.03732)."""
+    assert LoRAConfig(rank=16, alpha=8.0).scale == 0.5
+    assert LoRAConfig(rank=16, alpha=8.0, rslora=True).scale == 2.0
+
+
+@pytest.mark.parametrize(
+    ("targets", "changes", "said"),
+    [
+        (("attention", "experts"), {"dora": True}, "dora=True is not defined for experts"),
+        (("all-linear",), {"dora": True}, "not defined for experts"),
+        (("experts",), {"experts": (0, 99)}, r"lora experts=\[0, 99\] must name experts of 0"),
+        (("experts",), {"experts": ()}, "one at least"),
+        (("attention",), {"experts": (0,)}, "does not adapt"),
+    ],
+)
+def test_refusals(targets: tuple[str, ...], changes: dict[str, Any], said: str) -> None:
+    """What is not defined is refused, with the way out."""
+    with pytest.raises(ConfigError, match=said):
+        apply_lora(make({}), LoRAConfig(rank=2, alpha=2.0, targets=targets, **changes))
+
+
+def subset_steps(layout: Layout, experts: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Return merged weights after two steps with weight decay, adapters of some experts only."""
+    model = make(layout)
+    apply_lora(model, LoRAConfig(rank=2, alpha=4.0, targets=("experts",), experts=experts))
+    config = TrainConfig(steps=2, lr=1e-2, weight_decay=0.1, eps=1e-4)
+    optimizer = make_optimizer(model, config)
+    for _ in range(2):
+        forward_backward(model, batches(model.mesh))
+        settle_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    merge_lora(model)
+    return gather(model, "value")
+
+
+def test_adapters_of_some_experts() -> None:
+    """Only they move, on every layout alike."""
+    base = gather(make({}), "value")
+    one = run_ranks(subset_steps, 1, {}, (0, 3))[0]
+    for fqn in (n for n in base if ".moe.experts." in n):
+        moved = [bool((one[fqn][e] != base[fqn][e]).any()) for e in range(len(base[fqn]))]
+        assert [e for e, m in enumerate(moved) if m] == [0, 3], fqn
+    for got in run_ranks(subset_steps, 4, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, (0, 3)):
+        assert all(close(got[n], one[n], 1e-8) for n in got)
+
+
+# --- the wide sweep -----------------------------------------------------------------------------
+
+
+def folded(case: str) -> dict[str, Any]:
+    """Return logits and adapter gradients that folded weights give in one process, in fp32."""
+    model = adapted({}, case, dtype=torch.float32)
+    factors = {f.fqn: f for f in adapters(model)}
+    whole = {fqn: f.whole() for fqn, f in factors.items()}
+    scale = 5.0 / 3.0
+    merge_lora(model)
+    ids = batches(None, 1)[0]["input_ids"]
+    model.eval()
+    with torch.no_grad():
+        logits = model(ids).logits
+    model.train()
+    forward_backward(model, batches(None))
+    settle_gradients(model)
+    dense, grads = gather(model, "grad"), {}
+    for fqn, (a, b) in whole.items():
+        owner = fqn.rsplit(".", 1)[0]
+        owner += ".adapter" if ".moe.experts." in fqn else ".low_rank"
+        grad_a = scale * b.transpose(-1, -2) @ dense[fqn]
+        grads[f"{owner}.{factors[fqn].b}"] = scale * dense[fqn] @ a.transpose(-1, -2)
+        grads[f"{owner}.{factors[fqn].a}"] = (
+            grad_a.sum(1, keepdim=True) if fqn.endswith("gate_up") else grad_a
+        )
+    return {"logits": logits, "grads": grads}
+
+
+SWEEP: dict[str, tuple[int, Layout, str]] = {
+    "one": (1, {}, "mixtral"),
+    "dp2": (2, {"dp": 2}, "mixtral"),
+    "etp2": (2, {"tp": 2, "etp": 2}, "mixtral"),
+    "dp2-etp2": (2, {"dp": 2, "etp": 2}, "mixtral"),
+    "cp2-ep2": (2, {"cp": 2, "ep": 2}, "mixtral"),
+    "pp2-ep2": (4, {"pp": 2, "dp": 2, "ep": 2}, "mixtral"),
+    "pp2-etp2": (4, {"pp": 2, "tp": 2, "etp": 2}, "deepseek_v3"),
+    "tp2-ep2-etp2": (4, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, "deepseek_v3"),
+    "zero1-etp2": (4, {"dp": 4, "etp": 2, "zero": 1}, "mixtral"),
+    "zero2-ep2": (4, {"dp": 4, "ep": 2, "zero": 2}, "mixtral"),
+    "zero3-tp2-etp2": (4, {"dp": 2, "tp": 2, "etp": 2, "zero": 3}, "mixtral"),
+    "zero3-ep2-etp2": (4, {"dp": 4, "ep": 2, "etp": 2, "zero": 3}, "gpt_oss"),
+    "tp4-ep4": (4, {"tp": 4, "ep": 4}, "qwen3_moe"),
+    "dp2-tp2-cp2": (8, {"dp": 2, "tp": 2, "cp": 2, "ep": 4, "etp": 2}, "mixtral"),
+    "pp2-tp2-ep2-etp2": (8, {"pp": 2, "dp": 2, "tp": 2, "ep": 2, "etp": 2}, "mixtral"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SWEEP)
+def test_folded_weights_on_every_layout(name: str) -> None:
+    """G4: logits and gradients of folded weights within 1e-5 in fp32."""
+    world, layout, case = SWEEP[name]
+    want = folded(case)
+    seen: set[str] = set()
+    for got in run_ranks(run_step, world, layout, case, {"dtype": torch.float32}):
+        if got["logits"] is not None:
+            assert error(got["logits"], want["logits"]) < 1e-5
+        total = sum(float(g.square().sum()) for g in want["grads"].values()) ** 0.5
+        for fqn, grad in got["grads"].items():
+            scale = max(float(want["grads"][fqn].norm()), 1e-6 * total)
+            assert float((grad - want["grads"][fqn]).norm()) < 1e-5 * scale, fqn
+        seen |= got["grads"].keys()
+    assert seen == want["grads"].keys()
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+# --- PEFT ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("mixtral", {"rslora": True, "targets": ("attention", "experts", "router")}),
+        ("deepseek_v3", {"dora": True, "rslora": True, "targets": ("attention",)}),
+        ("deepseek_v3", {"targets": ("all-linear",)}),
+        ("gpt_oss", {"dora": True, "targets": ("attention",)}),
+    ],
+)
+def test_peft_reads_it(case: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """G4: PEFT's logits on transformers' model are ours, scaled and stretched."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    save_pretrained(make({}, case, torch.float32), tmp_path / "model")
+    model = stretch(adapted({}, case, dtype=torch.float32, **changes)).eval()
+    save_adapter(model, tmp_path / "adapter")
+    ids = batches(None, 1)[0]["input_ids"]
+    hub = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    with torch.no_grad():
+        base = hub(ids).logits
+        theirs = peft.PeftModel.from_pretrained(hub, tmp_path / "adapter").eval()(ids).logits
+        ours = model(ids).logits
+    assert close(ours, theirs, 1e-5)
+    assert not close(ours, base, 1e-2)
+    other = from_pretrained(tmp_path / "model", Mesh.single()).eval()
+    load_adapter(other, tmp_path / "adapter")
+    assert torch.equal(other(ids).logits, ours)
+
+
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        (
+            "mixtral",
+            {
+                "target_modules": ["q_proj", "o_proj"],
+                "target_parameters": ["down_proj", "mlp.experts.gate_up_proj"],
+                "use_rslora": True,
+            },
+        ),
+        ("mixtral", {"target_parameters": ["experts.down_proj"], "target_modules": []}),
+        (
+            "qwen3_moe",
+            {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1]},
+        ),
+        (
+            "deepseek_v3",
+            {
+                "target_modules": r".*1\.self_attn\..*_proj.*",
+                "use_dora": True,
+                "lora_dropout": 0.1,
+            },
+        ),
+    ],
+)
+def test_reads_what_peft_wrote(case: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """A folder of PEFT, whatever way it names its targets, gives PEFT's logits here."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    save_pretrained(make({}, case, torch.float32), tmp_path / "model")
+    hub = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **settings)
+    theirs = peft.get_peft_model(hub, config).eval()
+    for name, value in theirs.named_parameters():
+        if "magnitude" in name:
+            value.data.mul_(1.3)
+    theirs.save_pretrained(tmp_path / "adapter")
+    model = from_pretrained(tmp_path / "model", Mesh.single()).eval()
+    load_adapter(model, tmp_path / "adapter")
+    ids = batches(None, 1)[0]["input_ids"]
+    with torch.no_grad():
+        assert close(model(ids).logits, theirs(ids).logits, 1e-5)
+    merge_lora(model)
+    with torch.no_grad():
+        assert close(model(ids).logits, theirs(ids).logits, 1e-5)
+
+
+def test_a_folder_without_lengths(tmp_path: Path) -> None:
+    """What PEFT marks and the file lacks is named; so is what is not computed here."""
+    save_adapter(adapted({}, targets=("attention",)), tmp_path)
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    for change, said in (
+        ({"use_dora": True}, "lacks .*lora_magnitude_vector"),
+        ({"lora_bias": True}, "lora_bias=True is not supported"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+    ):
+        file.write_text(json.dumps({**config, **change}))
+        with pytest.raises(CheckpointError, match=said):
+            load_adapter(make({}), tmp_path)
