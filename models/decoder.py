@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from moe_tp.errors import ConfigError, DataError
 from moe_tp.experts.moe import MoEAux
@@ -121,6 +122,7 @@ class Decoder(nn.Module):
         dtype = self.mesh.runtime.compute_dtype
         return next(self.parameters()).dtype if dtype is None else dtype
 
+    @_disable_dynamo  # torch.compile: the model runs as it is
     def forward(
         self,
         input_ids: torch.Tensor,

@@ -79,7 +79,7 @@ def test_text_files_and_lines(folder: Path) -> None:
     assert show(renamed)[0] == "x$"
 
 
-def test_json_csv_and_parquet_hold_the_same(folder: Path) -> None:
+def test_json_csv_parquet_and_datasets_hold_the_same(folder: Path) -> None:
     records = [{"prompt": "2+2=", "completion": "4"}, {"prompt": "a, b\nc", "completion": '"d"'}]
     found = {
         "json": documents(folder, "a.json", json.dumps(records)),
@@ -91,6 +91,17 @@ def test_json_csv_and_parquet_hold_the_same(folder: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(records), folder.parent / "a.parquet")
     config = DataConfig(train=(str(folder.parent / "a.parquet"),))
     found["parquet"] = list(read_documents(config, config.train, str(folder), 128))
+    saved = folder.parent / "saved"  # as `datasets` saves a dictionary of one split
+    (saved / "train").mkdir(parents=True)
+    (saved / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    for name in ("state.json", "dataset_info.json"):
+        (saved / "train" / name).write_text("{}")
+    rows = pyarrow.Table.from_pylist(records)
+    file = str(saved / "train" / "data-00000-of-00001.arrow")
+    with pyarrow.OSFile(file, "wb") as sink, pyarrow.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_table(rows)
+    config = DataConfig(train=(str(saved),))
+    found["datasets"] = list(read_documents(config, config.train, str(folder), 128))
     for kind, made in found.items():
         assert [show(d) for d in made] == [
             ("2+2=4$", "````4$"),

@@ -23,7 +23,8 @@ from moe_tp.train.baseline import unigram_loss
 from moe_tp.train.config import FinetuneConfig
 from moe_tp.train.data import read_documents
 from moe_tp.train.documents import Document
-from moe_tp.train.loop import Run, finetune, set_residual_dropout
+from moe_tp.train.loop import Run, finetune
+from moe_tp.train.overrides import set_residual_dropout
 from moe_tp.train.probe import check_probe
 from moe_tp.train.rows import make_rows
 from moe_tp.train.settings import from_mapping

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
+import shutil
+import subprocess
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,10 +18,11 @@ import torch
 from rich.console import Console
 
 from moe_tp.errors import DataError
-from moe_tp.train.metrics import LOAD, METRICS, LineWriter, column, load_summary, read_lines
+from moe_tp.train.load import StepLoad, scalars
+from moe_tp.train.metrics import LOAD, METRICS, LineWriter, column, read_lines
 from moe_tp.train.picture import draw_picture
 from moe_tp.train.progress import ProgressLine, clock
-from moe_tp.train.report import heat_map, line_chart, load_color, share, write_report
+from moe_tp.train.report import heat_map, heat_maps, line_chart, load_color, share, write_report
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
@@ -37,14 +41,43 @@ def write_run(folder: Path, steps: int = 6) -> None:
     load.close()
 
 
+def step_load(counts: list[list[int]], chosen: list[list[int]] | None = None) -> StepLoad:
+    layers = len(counts)
+    return StepLoad(
+        layers=tuple(range(1, layers + 1)),
+        counts_LE=torch.tensor(counts),
+        chosen_LE=torch.tensor(chosen or counts),
+        tokens_L=torch.full((layers,), 4),
+        entropy_L=torch.full((layers,), 0.5),
+        wire_P4=torch.tensor([[1, 2, 30, 40], [5, 6, 70, 80]]),
+    )
+
+
 def test_load_is_summed_up_by_its_worst_layer() -> None:
-    counts = torch.tensor([[2, 2, 2, 2], [6, 2, 0, 0]])
-    found = load_summary(counts)
+    found = step_load([[2, 2, 2, 2], [6, 2, 0, 0]], [[2, 2, 2, 2], [8, 4, 0, 0]]).summary()
     assert found["max_load_ratio"] == pytest.approx(3.0)
+    assert found["layer_max_load_ratio"] == [1.0, 3.0]
     assert found["dead_experts"] == 2
+    assert found["layer_dead_experts"] == [0, 2]
+    assert found["layer_dropped_share"] == pytest.approx([0.0, 1 / 3], abs=1e-4)
+    assert found["dropped_share"] == pytest.approx(4 / 20)
+    assert found["wire_rows_received"] == [2, 6]
+    assert found["wire_bytes_sent"] == [30, 70]
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)
     assert found["load_entropy"] == pytest.approx(entropy)
-    assert load_summary(torch.zeros(0, 4, dtype=torch.int64))["max_load_ratio"] == 0.0
+    assert step_load([]).summary()["max_load_ratio"] == 0.0
+
+
+def test_numbers_are_flat_for_trackers() -> None:
+    line = {"step": 3, "loss": 0.5, "skipped": True, "where": "x", "eval_loss": None}
+    line |= {"layer_dead_experts": [0, 2], "wire_bytes_sent": [30, 70]}
+    assert scalars(line, (1, 4)) == {
+        "loss": 0.5,
+        "dead_experts/layer_1": 0.0,
+        "dead_experts/layer_4": 2.0,
+        "wire_bytes_sent/rank_0": 30.0,
+        "wire_bytes_sent/rank_1": 70.0,
+    }
 
 
 def test_lines_survive_a_run_that_is_cut_off(tmp_path: Path) -> None:
@@ -134,7 +167,7 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
     page.feed(text)
     assert page.links == []
     assert page.open == []
-    assert page.svgs == 8  # five charts, load by layer, load over time of two layers
+    assert page.svgs == 9  # five charts, load by layer, the worst over time, that of two layers
     for word in ("a &lt;b&gt; run", "lr: 1 &amp; 2", "Held-out perplexity", "54.6", "layer 2"):
         assert word in text
 
@@ -193,3 +226,52 @@ def test_metrics_are_json_that_any_reader_takes(tmp_path: Path) -> None:
     write_run(tmp_path, 2)
     for text in (tmp_path / METRICS).read_text().splitlines():
         json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_the_page_of_a_deep_model_stays_small(tmp_path: Path) -> None:
+    """48 layers of 64 experts over 500 lines: 2 MB, and every layer is in the overview."""
+    loads = [
+        {"step": n, "layers": list(range(48)), "counts": [[1] * 64] * 48} for n in range(1, 501)
+    ]
+    figures = heat_maps(loads)
+    assert sum(map(len, figures)) < 6_000_000
+    assert len(figures) == 2 + 8
+    assert "layer 47" in figures[1]
+
+
+MEASURE = """<script>
+const found = [...document.querySelectorAll('svg')].map(svg => {
+  const frame = svg.getBoundingClientRect();
+  const inner = [...svg.querySelectorAll('text, rect, polyline')];
+  const parts = inner.map(e => e.getBoundingClientRect());
+  const outside = parts.filter(r => r.left < frame.left - 1 || r.right > frame.right + 1
+    || r.top < frame.top - 1 || r.bottom > frame.bottom + 1).length;
+  return [Math.round(frame.width), Math.round(frame.height), parts.length, outside];
+});
+document.title = JSON.stringify(found);
+</script></body>"""
+
+
+def test_a_browser_draws_the_page(tmp_path: Path) -> None:
+    """In a headless browser where there is one: every figure has a size, and lies inside itself."""
+    write_run(tmp_path)
+    page = write_report(tmp_path, title="a run", settings="lr: 1")
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    browser = next((path for name in names if (path := shutil.which(name))), None)
+    if browser is None:
+        assert page.read_text().count("<svg") == 9
+        return
+    measured = tmp_path / "measured.html"
+    measured.write_text(page.read_text().replace("</body>", MEASURE))
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", measured.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    title = re.search("<title>(.*?)</title>", done.stdout)
+    assert title is not None, done.stderr
+    figures = json.loads(title[1])
+    assert len(figures) == 9
+    for width, height, parts, outside in figures:
+        assert width > 300
+        assert height > 30
+        assert parts > 3
+        assert outside == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from settings_table import PAGE, SECTIONS, documented, written
 
 from moe_tp.errors import ConfigError
 from moe_tp.train.config import DataConfig, FinetuneConfig, TrainConfig
@@ -119,6 +121,13 @@ def test_what_is_saved_reads_back(path: Path) -> None:
     words = ["train.save_dtype=bf16", "data.columns.text=body", "runtime.stage_layers=[1, 2]"]
     config = load_config(path, words)
     assert from_mapping(FinetuneConfig, yaml.safe_load(to_yaml(config)), "saved") == config
+
+
+def test_every_field_is_in_the_docs() -> None:
+    """After a change of settings: `python tests/settings_table.py`."""
+    assert PAGE.read_text(encoding="utf-8") == written()
+    for name, kind in SECTIONS:
+        assert set(documented(kind)) >= {f.name for f in fields(kind) if f.init}, name
 
 
 def test_every_field_is_documented() -> None:

@@ -279,11 +279,12 @@ def _moment_targets(
             if value is None:
                 continue
             name = _moment_name(key, tied.get(fqn, fqn))
-            if isinstance(value, torch.Tensor) and value.shape == param.shape:
+            local = _plain(value)
+            if local is not None and local.shape == to_local(param).shape:
                 index = local_index(param, spec)
-                targets.setdefault(name, Target(name, to_local(value), spec.shape, index))
-            elif isinstance(value, torch.Tensor) and value.dim() == 0:
-                targets.setdefault(name, _unsplit(name, value))
+                targets.setdefault(name, Target(name, local, spec.shape, index))
+            elif local is not None and local.dim() == 0:
+                targets.setdefault(name, _unsplit(name, local))
             else:
                 raise CheckpointError(
                     f"parameter {fqn!r}: optimiser state {key!r} is neither of the parameter's "
@@ -318,6 +319,15 @@ def _allocate_moments(
                 state[key] = torch.zeros_like(param, dtype=found.dtype, requires_grad=False)
         if state:
             optimizer.state[param] = state
+
+
+def _plain(value: object) -> torch.Tensor | None:
+    """Return the local values of optimiser state; what is kept in 8 bits is saved in fp32."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    local = to_local(value)
+    quantised = hasattr(local, "dequantize") and hasattr(local, "codes")
+    return local.dequantize() if quantised else local
 
 
 def _moment_name(key: str, fqn: str) -> str:

@@ -13,7 +13,8 @@ from moe_tp.cli.options import (
     say,
     write_json,
 )
-from moe_tp.train.loop import finetune, summary
+from moe_tp.train.loop import finetune
+from moe_tp.train.metrics import summary
 from moe_tp.train.settings import load_config
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -16,7 +16,17 @@ Format = Literal["auto", "text", "messages", "prompt", "alpaca", "sharegpt", "to
 LongDocuments = Literal["auto", "split", "truncate", "drop"]
 LossOn = Literal["auto", "answers", "all"]
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
-OptimizerName = Literal["adamw", "sgd"]
+OptimizerName = Literal["adamw", "muon", "sgd"]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+Moments = Literal["float32", "bfloat16", "8bit"]
+Kernel = Literal["auto", "loop", "foreach", "fused"]
+
+_AT_LEAST_1 = (
+    "micro_batch", "global_batch", "keep", "load_every", "max_bad_steps", "sample_tokens"
+)  # fmt: skip
+_AT_LEAST_0 = (
+    "warmup_steps", "sample_every", "eval_every", "save_every", "keep_best", "probe_tokens"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +34,8 @@ class DataConfig:
     """What is learned from.
 
     Args:
-        train: files or folders of them: .txt, .jsonl, .json, .csv, .parquet.
+        train: files or folders of them: .txt, .jsonl, .json, .csv, .parquet, and folders that
+            `datasets` has saved.
         eval: likewise, held out; none: no evaluation.
         format: of a record. `text`: {text}; `messages`: {messages: [{role, content}]}; `prompt`:
             {prompt, completion}; `alpaca`: {instruction, input, output}; `sharegpt`:
@@ -41,6 +52,9 @@ class DataConfig:
         tokenizer: folder of the tokenizer; none: the model's.
         add_eos: end each document with the end token if its text does not.
         shuffle: rows in a random order, another one each epoch.
+        streaming: read the training data while the run goes on, instead of tokenising all of it
+            first; shuffled and packed within windows. It needs train.steps.
+        stream_window: documents of such a window.
     """
 
     train: tuple[str, ...]
@@ -55,11 +69,14 @@ class DataConfig:
     tokenizer: str | None = None
     add_eos: bool = True
     shuffle: bool = True
+    streaming: bool = False
+    stream_window: int = 10_000
 
     def __post_init__(self) -> None:
         if not self.train:
             raise ConfigError("data.train is empty; name at least one file or folder")
         _at_least("data.seq_len", self.seq_len, 2)
+        _at_least("data.stream_window", self.stream_window, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,24 +88,38 @@ class TrainConfig:
         epochs: passes over the data, where `steps` is none.
         micro_batch: rows a data-parallel rank computes at a time.
         global_batch: rows of an optimiser step over all ranks; a multiple of micro_batch x dp.
-        optimizer: adamw, or sgd with momentum.
+        global_batch_tokens: the same in tokens, a multiple of data.seq_len; none: global_batch.
+        optimizer: `adamw`; `muon` for matrices of hidden layers (each expert's by itself), with
+            AdamW for embeddings, head, norms and routers; `sgd` with momentum.
+        moments: what AdamW's moments and Muon's momentum are kept in: `float32`; `bfloat16`, with
+            stochastic rounding; `8bit`, which needs torchao. Weights in bf16
+            (runtime.master_dtype) are rounded stochastically by adamw and muon.
+        kernel: of AdamW with fp32 weights and moments: `loop`, `foreach`, `fused`; `auto`: torch's
+            choice.
         lr: learning rate at its highest.
         router_lr: that of routers; none: lr.
         weight_decay: for weights; norms and biases get none.
         betas: decay of AdamW's moments.
         eps: of AdamW.
-        momentum: of sgd.
+        momentum: of sgd, and of muon, for which 0.95 is usual.
         schedule: after the warmup: `constant`; `linear` or `cosine` down to min_lr_ratio x lr at
             the last step; `wsd`: constant, then linear over the last decay_steps.
         warmup_steps: steps of a linear rise from 0.
         decay_steps: of wsd; none: a tenth of all.
         min_lr_ratio: where the schedule ends, as a part of lr.
         max_grad_norm: gradients are scaled down to this norm; 0: never.
+        balance_coef: of the routers' load-balance loss; none: the model's own. It is added
+            whether or not anybody asks for router logits.
+        z_coef: of the routers' z-loss; none: the model's own.
         freeze: what is not trained: patterns over hub names (`model.layers.0.*`, `q_proj`), groups
             (router, experts, shared_experts, attention, norms, embeddings), or `experts.3`, that
             expert of every layer. A frozen router keeps its correction bias too.
         only: likewise, what alone is trained; empty: all that is not frozen.
         residual_dropout: probability, in training only; none: the model's own.
+        sample_prompts: texts that the model goes on with during the run, greedily; they are shown,
+            and kept in samples.jsonl.
+        sample_every: steps between them; 0: only after the last step.
+        sample_tokens: new tokens of each at most.
         eval_every: steps between evaluations; 0: only after the last step.
         save_every: steps between checkpoints; 0: none, except on SIGTERM.
         keep: newest checkpoints that are kept.
@@ -97,6 +128,9 @@ class TrainConfig:
         async_save: write checkpoints beside the next steps, from a copy in host memory (on each
             rank, of what that rank writes).
         load_every: steps between lines of expert load in load.jsonl.
+        trackers: where each step's numbers go beside metrics.jsonl: `tensorboard`, `wandb`,
+            `trackio`; the package of that name must be installed.
+        project: of wandb and trackio.
         max_bad_steps: steps in a row with a loss or gradient that is not finite, each left out,
             before the run stops.
         probe_tokens: logits of this many tokens of data are written to probe.safetensors by the
@@ -109,7 +143,10 @@ class TrainConfig:
     epochs: float | None = None
     micro_batch: int = 1
     global_batch: int = 8
+    global_batch_tokens: int | None = None
     optimizer: OptimizerName = "adamw"
+    moments: Moments = "float32"
+    kernel: Kernel = "auto"
     lr: float = 1e-5
     router_lr: float | None = None
     weight_decay: float = 0.0
@@ -121,15 +158,22 @@ class TrainConfig:
     decay_steps: int | None = None
     min_lr_ratio: float = 0.1
     max_grad_norm: float = 1.0
+    balance_coef: float | None = None
+    z_coef: float | None = None
     freeze: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     residual_dropout: float | None = None
+    sample_prompts: tuple[str, ...] = ()
+    sample_every: int = 0
+    sample_tokens: int = 64
     eval_every: int = 0
     save_every: int = 0
     keep: int = 2
     keep_best: int = 1
     async_save: bool = True
     load_every: int = 10
+    trackers: tuple[TrackerName, ...] = ()
+    project: str = "moe_tp"
     max_bad_steps: int = 5
     probe_tokens: int = 0
     save_dtype: torch.dtype | None = None
@@ -140,9 +184,9 @@ class TrainConfig:
             raise ConfigError(
                 f"train.steps={self.steps} and train.epochs={self.epochs}: give exactly one of them"
             )
-        for name in ("micro_batch", "global_batch", "keep", "load_every", "max_bad_steps"):
+        for name in _AT_LEAST_1:
             _at_least(f"train.{name}", getattr(self, name), 1)
-        for name in ("warmup_steps", "eval_every", "save_every", "keep_best", "probe_tokens"):
+        for name in _AT_LEAST_0:
             _at_least(f"train.{name}", getattr(self, name), 0)
         if self.steps is not None:
             _at_least("train.steps", self.steps, 1)
@@ -152,6 +196,16 @@ class TrainConfig:
             raise ConfigError(f"train.lr={self.lr} must not be negative")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ConfigError(f"train.min_lr_ratio={self.min_lr_ratio} must lie in [0, 1]")
+        plain = self.optimizer == "adamw" and self.moments == "float32"
+        if self.kernel != "auto" and not plain:
+            raise ConfigError(
+                f"train.kernel={self.kernel!r} is one of AdamW with float32 moments; leave it out "
+                f"with optimizer={self.optimizer!r}, moments={self.moments!r}"
+            )
+        if self.optimizer == "sgd" and self.moments != "float32":
+            raise ConfigError(
+                f"train.moments={self.moments!r} is for adamw and muon; leave it out with sgd"
+            )
         if self.residual_dropout is not None and not 0 <= self.residual_dropout < 1:
             raise ConfigError(f"train.residual_dropout={self.residual_dropout} must lie in [0, 1)")
 
@@ -202,6 +256,29 @@ class FinetuneConfig:
                 "train.freeze and train.only choose among the model's weights, and lora freezes "
                 "them all; say lora.targets and lora.experts instead"
             )
+        if self.data.streaming and self.train.steps is None:
+            raise ConfigError(
+                "data.streaming=True does not know how many steps an epoch has; give train.steps "
+                "instead of train.epochs"
+            )
+        if self.data.streaming and self.train.probe_tokens and not self.data.eval:
+            raise ConfigError(
+                f"train.probe_tokens={self.train.probe_tokens} takes its tokens from data.eval "
+                f"where data.streaming is on; give data.eval"
+            )
+        if self.train.global_batch_tokens is not None:
+            object.__setattr__(self, "train", self._train_with_batch())
+
+    def _train_with_batch(self) -> TrainConfig:
+        """Return the training settings with the global batch that its tokens make."""
+        tokens, length = self.train.global_batch_tokens, self.data.seq_len
+        assert tokens is not None
+        if tokens < length or tokens % length:
+            raise ConfigError(
+                f"train.global_batch_tokens={tokens} is no multiple of data.seq_len={length}; "
+                f"choose {max(1, round(tokens / length)) * length}"
+            )
+        return replace(self.train, global_batch=tokens // length)
 
 
 def _at_least(name: str, value: int, low: int) -> None:

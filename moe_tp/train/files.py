@@ -1,4 +1,4 @@
-"""Records from data files: .txt, .jsonl, .json, .csv, .parquet, or a folder of them."""
+"""Records from data files: .txt, .jsonl, .json, .csv, .parquet, .arrow, or a folder of them."""
 
 from __future__ import annotations
 
@@ -40,6 +40,14 @@ def list_files(names: Sequence[str | Path]) -> list[Path]:
         path = Path(name)
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.suffix in _READERS and p.is_file())
+            # A folder that `datasets` has saved holds JSON about itself beside its data.
+            saved = {p.parent for p in inside if p.suffix == ".arrow"}
+            inside = [
+                p
+                for p in inside
+                if p.name != "dataset_dict.json"
+                and not (p.parent in saved and p.name in ("state.json", "dataset_info.json"))
+            ]
             if not inside:
                 raise DataError(f"{path} holds no data file; it can hold {_kinds()}")
             found += inside
@@ -72,9 +80,7 @@ def _read_text(path: Path) -> str:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 text: byte {error.start} cannot be decoded; convert the file"
-        ) from error
+        raise _not_text(path, error.start) from error
 
 
 def _txt(path: Path) -> Iterator[Record]:
@@ -84,11 +90,30 @@ def _txt(path: Path) -> Iterator[Record]:
 
 
 def _jsonl(path: Path) -> Iterator[Record]:
-    # splitlines() would also cut at characters that JSON strings may hold, such as U+2028.
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
-        if line.strip():
-            where = f"{path} line {number}"
-            yield Record(fields=_object(_decode(line, where), where), where=where)
+    # Line by line, so that a file may be larger than memory; and cut at newlines alone, since
+    # JSON strings may hold other ends of lines, such as U+2028.
+    try:
+        with path.open("rb") as file:
+            at = 0
+            for number, raw in enumerate(file, start=1):
+                line = _utf8(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw, path, at)
+                at += len(raw)
+                if line.strip():
+                    where = f"{path} line {number}"
+                    yield Record(fields=_object(_decode(line, where), where), where=where)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _utf8(raw: bytes, path: Path, at: int) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _not_text(path, at + error.start) from error
+
+
+def _not_text(path: Path, byte: int) -> DataError:
+    return DataError(f"{path} is not UTF-8 text: byte {byte} cannot be decoded; convert the file")
 
 
 def _json(path: Path) -> Iterator[Record]:
@@ -132,6 +157,23 @@ def _parquet(path: Path) -> Iterator[Record]:
         raise DataError(f"{path} cannot be read as parquet: {error}") from error
 
 
+def _arrow(path: Path) -> Iterator[Record]:
+    """Yield the rows of a file of a `datasets` folder, an Arrow stream."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise DataError(f"{path} needs pyarrow; pip install 'moe-tp[parquet]'") from error
+    number = 0
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            for batch in pyarrow.ipc.open_stream(source):
+                for row in batch.to_pylist():
+                    yield Record(fields=row, where=f"{path} row {number}")
+                    number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as an Arrow stream: {error}") from error
+
+
 def _decode(text: str, where: str) -> Any:
     try:
         return json.loads(text)
@@ -151,6 +193,7 @@ _READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".json": _json,
     ".csv": _csv,
     ".parquet": _parquet,
+    ".arrow": _arrow,
 }
 
 

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import resource
-import sys
 import time
-from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_tp.checkpoint.agree import gather_json, together
+from moe_tp.checkpoint.agree import together
 from moe_tp.errors import MoeTpError
 from moe_tp.experts.router import forget_router_load, update_router_bias
-from moe_tp.models.decoder import Decoder
 from moe_tp.models.load import from_pretrained, save_pretrained
 from moe_tp.parallel.gradients import clip_grad_norm, settle_gradients
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import named_specs, to_local
 from moe_tp.train.baseline import unigram_loss
 from moe_tp.train.config import FinetuneConfig
-from moe_tp.train.data import Batch, DataStream, evaluation_batches, load_rows
+from moe_tp.train.data import DataStream, load_rows
+from moe_tp.train.evaluate import evaluate
 from moe_tp.train.freeze import choose_trained
+from moe_tp.train.health import non_finite_parameter, peak_memory
+from moe_tp.train.journal import Journal
+from moe_tp.train.load import LoadMeter, StepLoad
 from moe_tp.train.lora import apply_lora, merge_lora
 from moe_tp.train.lora_io import save_adapter
-from moe_tp.train.metrics import LOAD, METRICS, LineWriter, load_summary
 from moe_tp.train.optim import make_optimizer, rate_factor, set_rate
+from moe_tp.train.overrides import set_balance, set_residual_dropout
 from moe_tp.train.probe import write_probe
 from moe_tp.train.progress import ProgressLine
 from moe_tp.train.report import write_report
@@ -40,12 +39,14 @@ from moe_tp.train.resume import (
     sigterm_flag,
 )
 from moe_tp.train.rows import Rows
+from moe_tp.train.samples import Samples, check_samples
 from moe_tp.train.saver import Saver
-from moe_tp.train.settings import to_yaml
+from moe_tp.train.settings import to_mapping, to_yaml
 from moe_tp.train.step import StepOutput, forward_backward
+from moe_tp.train.stream import WindowStream
+from moe_tp.train.trackers import Tracker, open_trackers
 
 FINAL, ADAPTER, SETTINGS = "final", "adapter", "config.yaml"
-_EVAL_CHUNK = 16  # micro-batches of one call of an evaluation
 
 
 def finetune(
@@ -67,6 +68,7 @@ def finetune(
     Collectives: those of loading, of each step, of evaluations and of saving.
     """
     config.train.accumulation(mesh.size("dp"))  # refused before anything is allocated
+    check_samples(config, mesh)
     mesh.agree("the settings of the run", repr(config))
     checkpoint = find_checkpoint(config, mesh, resume=resume)
     run = Run(config, mesh, quiet=quiet)
@@ -105,22 +107,29 @@ class Run:
         self._own_dropout = self.model.config.residual_dropout
         if config.train.residual_dropout is not None:
             set_residual_dropout(self.model, config.train.residual_dropout)
+        set_balance(self.model, config.train.balance_coef, config.train.z_coef)
         if config.lora is not None:
             apply_lora(self.model, config.lora)
         choose_trained(self.model, config.train.freeze, config.train.only)
-        self.rows = self._load(config.data.train)
         self.held_out = self._load(config.data.eval) if config.data.eval else None
-        self.stream = DataStream(
-            self.rows,
-            seed=config.seed,
-            shuffle=config.data.shuffle,
-            global_batch=config.train.global_batch,
-            micro_batch=config.train.micro_batch,
-            dp=mesh.size("dp"),
-            dp_rank=mesh.coordinate("dp"),
-        )
+        self.rows: Rows | None = None
+        self.stream: DataStream | WindowStream
+        if config.data.streaming:
+            self.stream = self._window_stream()
+        else:
+            self.rows = self._load(config.data.train)
+            self.stream = DataStream(
+                self.rows,
+                seed=config.seed,
+                shuffle=config.data.shuffle,
+                global_batch=config.train.global_batch,
+                micro_batch=config.train.micro_batch,
+                dp=mesh.size("dp"),
+                dp_rank=mesh.coordinate("dp"),
+            )
         self.steps = self._num_steps()
-        self.optimizer = make_optimizer(self.model, config.train)
+        self.optimizer = make_optimizer(self.model, config.train, seed=config.seed)
+        self.meter = LoadMeter(self.model)
         self.saver = Saver(mesh, background=config.train.async_save)
         self.step = self.total_tokens = self.bad_steps = self.bad_in_a_row = 0
         self.last_loss: float | None = None
@@ -129,34 +138,33 @@ class Run:
     def go(self) -> dict[str, Any]:
         """Return the result of the run, having done all its steps and written its folder."""
         began = time.monotonic()
-        metrics, load = (
-            LineWriter(self.output / name if self.first else None, keep_below=self.step + 1)
-            for name in (METRICS, LOAD)
-        )
         line: dict[str, Any] = {}
-        with (
-            sigterm_flag() as told_to_stop,
-            ProgressLine(self.steps, shown=not self.quiet) as progress,
-        ):
-            progress.note(f"{self.config.model} on {self.mesh.layout}: {self.rows.counts}")
+        with ExitStack() as stack:
+            told_to_stop = stack.enter_context(sigterm_flag())
+            journal = stack.enter_context(self._open_journal())
+            samples = self._open_samples()
+            if samples is not None:
+                stack.callback(samples.close)
+            about = "streamed data" if self.rows is None else self.rows.counts
+            journal.note(f"{self.config.model} on {self.mesh.layout}: {about}")
             if self.step:
-                progress.note(f"resuming after step {self.step}")
+                journal.note(f"resuming after step {self.step}")
             while self.step < self.steps and not self.stopped:
-                line, counts = self.train_step()
-                line |= self._evaluation_if_due(progress)
-                metrics.write(line)
-                if self.step % self.config.train.load_every == 0 or self.step in (1, self.steps):
-                    load.write({"step": self.step, **counts})
-                progress.step(line)
+                line, load = self.train_step()
+                line |= self._evaluation_if_due(journal)
+                if samples is not None and self._due(self.config.train.sample_every):
+                    samples.draw(self.model, self.step, journal)
+                journal.step(line, load)
                 self._stop_if_hopeless()
                 every = self.config.train.save_every
                 self.stopped = any_rank(told_to_stop(), self.mesh)
                 if self.stopped or (every and self.step % every == 0):
                     path = self.save_checkpoint(line.get("eval_loss"))
-                    progress.note(f"saving {path.name}")
+                    journal.note(f"saving {path.name}")
             self.saver.wait()
-        metrics.close()
-        load.close()
+            if isinstance(self.stream, WindowStream):
+                self.stream.close()
+                journal.note(f"read {self.stream.counts}")
         seconds = time.monotonic() - began
         final = None if self.stopped else self.save_final()
         result = {
@@ -212,7 +220,39 @@ class Run:
             assert hasattr(self, name), name
             setattr(self, name, value)
 
-    def train_step(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _open_samples(self) -> Samples | None:
+        if not self.config.train.sample_prompts:
+            return None
+        output = self.output if self.first else None
+        return together(
+            lambda: Samples(self.config, output, done=self.step),
+            self.mesh.group("world"),
+            self.mesh.device,
+        )
+
+    def _open_journal(self) -> Journal:
+        """Return what the run writes as it goes; an error of a tracker is raised on every rank."""
+        train, world = self.config.train, self.mesh.group("world")
+
+        def trackers() -> list[Tracker]:
+            if not self.first or not train.trackers:
+                return []
+            settings = to_mapping(self.config)
+            names, project = train.trackers, train.project
+            return open_trackers(
+                names, self.output, project=project, settings=settings, step=self.step
+            )
+
+        return Journal(
+            self.output if self.first else None,
+            together(trackers, world, self.mesh.device),
+            ProgressLine(self.steps, start=self.step, shown=not self.quiet),
+            done=self.step,
+            load_every=train.load_every,
+            last=self.steps,
+        )
+
+    def train_step(self) -> tuple[dict[str, Any], StepLoad]:
         """Return the step's line of metrics and its load, having done one optimiser step.
 
         A step whose loss or gradient is not finite changes nothing but is counted.
@@ -238,36 +278,18 @@ class Run:
             self.bad_in_a_row += 1
         self.step += 1
         self.total_tokens += out.target_tokens
-        line = self._line(out, loss, norm, rate, time.monotonic() - start)
+        load = self.meter.take()
+        line = self._line(out, load, norm, rate, time.monotonic() - start)
         if not good:
             line |= {"skipped": True, "where": where}
-        return line, self._load_of(out)
+        return line, load
 
     def evaluate(self) -> dict[str, float]:
-        """Return mean loss and perplexity of the held-out rows; equal for every layout.
-
-        Collectives: those of the forward passes.
-        """
+        """Return mean loss and perplexity of the held-out rows; see `evaluate.evaluate`."""
         assert self.held_out is not None
-        self.model.eval()
-        total, targets = 0.0, 0
-        pending: list[Batch] = []
-        lists = list(
-            evaluation_batches(
-                self.held_out,
-                micro_batch=self.config.train.micro_batch,
-                dp=self.mesh.size("dp"),
-                dp_rank=self.mesh.coordinate("dp"),
-            )
+        return evaluate(
+            self.model, self.held_out, micro_batch=self.config.train.micro_batch, step=self.step
         )
-        for first in range(0, len(lists), _EVAL_CHUNK):
-            pending = [batch for part in lists[first : first + _EVAL_CHUNK] for batch in part]
-            out = forward_backward(self.model, pending, step=self.step, backward=False)
-            total += float(out.loss) * out.target_tokens
-            targets += out.target_tokens
-        loss = total / max(1, targets)
-        perplexity = math.exp(loss) if loss < 700 else math.inf
-        return {"eval_loss": loss, "eval_perplexity": perplexity, "eval_tokens": targets}
 
     def save_final(self) -> Path:
         """Return `final/`, a hub folder with tokenizer files, and write the probe beside it.
@@ -285,8 +307,22 @@ class Run:
         if train.probe_tokens:
             self.model.eval()
             rows = self.held_out or self.rows
+            assert rows is not None  # refused by the settings
             write_probe(self.model, rows, train.probe_tokens, self.output)
         return final
+
+    def _window_stream(self) -> WindowStream:
+        config = self.config
+        return WindowStream(
+            config.data,
+            self.mesh,
+            model_folder=config.model,
+            vocab_size=self.model.config.vocab_size,
+            cache=self.output / "rows" / "stream",
+            seed=config.seed,
+            global_batch=config.train.global_batch,
+            micro_batch=config.train.micro_batch,
+        )
 
     def _load(self, files: tuple[str, ...]) -> Rows:
         return load_rows(
@@ -299,7 +335,7 @@ class Run:
         )
 
     def _unigram_loss(self) -> float | None:
-        if self.held_out is None or not self.first:
+        if self.held_out is None or self.rows is None or not self.first:
             return None
         return unigram_loss(self.rows, self.held_out, self.model.config.vocab_size)
 
@@ -308,6 +344,7 @@ class Run:
         if train.steps is not None:
             return train.steps
         assert train.epochs is not None
+        assert self.rows is not None
         return max(1, math.ceil(train.epochs * len(self.rows) / train.global_batch))
 
     def _open_output(self) -> None:
@@ -324,25 +361,27 @@ class Run:
             title = f"{Path(self.config.model).name} on {self.mesh.layout}"
             write_report(self.output, title=title, settings=to_yaml(self.config))
 
-    def _evaluation_if_due(self, progress: ProgressLine) -> dict[str, float]:
-        every = self.config.train.eval_every
-        due = self.step == self.steps or (every and self.step % every == 0)
-        if self.held_out is None or not due:
+    def _due(self, every: int) -> bool:
+        """Return whether what is done every so many steps, and after the last, is due."""
+        return self.step == self.steps or (every > 0 and self.step % every == 0)
+
+    def _evaluation_if_due(self, journal: Journal) -> dict[str, float]:
+        if self.held_out is None or not self._due(self.config.train.eval_every):
             return {}
         found = self.evaluate()
-        progress.note(
+        journal.note(
             f"step {self.step}: held-out loss {found['eval_loss']:.4f}, "
             f"perplexity {found['eval_perplexity']:.2f}"
         )
         return found
 
     def _line(
-        self, out: StepOutput, loss: float, norm: float, rate: float, seconds: float
+        self, out: StepOutput, load: StepLoad, norm: float, rate: float, seconds: float
     ) -> dict[str, Any]:
         """Return the step's line of metrics; `tokens` are the targets of the step."""
         line: dict[str, Any] = {
             "step": self.step,
-            "loss": loss,
+            "loss": float(out.loss),
             "grad_norm": norm,
             "lr": rate,
             "tokens": out.target_tokens,
@@ -350,18 +389,11 @@ class Run:
             "seconds": round(seconds, 4),
             "tokens_per_second": out.target_tokens / max(seconds, 1e-9),
             "load_balance_loss": float(out.aux.loss),
-            **load_summary(self._moe_counts(out)),
+            **load.summary(),
             "skipped_steps": self.bad_steps,
         }
         line["memory_gib"] = round(peak_memory(self.mesh.device) / 2**30, 4)
         return line
-
-    def _moe_counts(self, out: StepOutput) -> torch.Tensor:
-        return out.aux.counts_LE[list(self.model.config.moe_layers)].cpu()
-
-    def _load_of(self, out: StepOutput) -> dict[str, Any]:
-        layers = list(self.model.config.moe_layers)
-        return {"layers": layers, "counts": self._moe_counts(out).tolist()}
 
     def _stop_if_hopeless(self) -> None:
         if self.bad_in_a_row < self.config.train.max_bad_steps:
@@ -372,57 +404,3 @@ class Run:
             f"run stops at step {self.step} (train.max_bad_steps="
             f"{self.config.train.max_bad_steps}); lower train.lr or look at the data"
         )
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that this rank has held: on its GPU, or without one of host memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    # Linux counts in KiB, macOS in bytes.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def set_residual_dropout(model: Decoder, p: float) -> None:
-    """Set the probability of dropping an element before it joins the residual, in every block.
-
-    Args:
-        model: the model.
-        p: in [0, 1).
-    """
-    changed = dataclasses.replace(model.config, residual_dropout=p)
-    model.config = changed
-    for block in model.blocks:
-        block.config = changed
-
-
-def non_finite_parameter(model: Decoder) -> str:
-    """Return the first rank and parameter whose gradient is not finite.
-
-    Collectives: all-gather of a text over the world.
-    """
-    mine: str | None = None
-    for entry in named_specs(model):
-        grad = entry.param.grad
-        if grad is not None and not bool(torch.isfinite(to_local(grad)).all()):
-            mine = entry.fqn
-            break
-    found = gather_json(mine, model.mesh.group("world"), model.mesh.device)
-    for rank, name in enumerate(found):
-        if name is not None:
-            return f"rank {rank}: gradient of {name}"
-    return "loss"
-
-
-def summary(result: Mapping[str, Any]) -> str:
-    """Return the result of a run as one sentence."""
-    text = f"{result['steps']} steps, {result['tokens']:,} tokens in {result['seconds']:.0f} s"
-    if result["loss"] is not None:
-        text += f"; loss {result['loss']:.4f}"
-    if result["eval_loss"] is not None:
-        text += f", held out {result['eval_loss']:.4f}"
-    if result["unigram_loss"] is not None:
-        text += f" (a unigram model has {result['unigram_loss']:.4f})"
-    if result["final"] is None:
-        return f"{text}; stopped by SIGTERM after a checkpoint, --resume goes on from it"
-    return f"{text}; wrote {result['final']}"

@@ -1,7 +1,4 @@
-"""The lines of metrics.jsonl and load.jsonl: what they hold, writing and reading them.
-
-L layers · E experts
-"""
+"""The lines of metrics.jsonl and load.jsonl: writing and reading them."""
 
 from __future__ import annotations
 
@@ -10,32 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from moe_tp.errors import DataError
-from moe_tp.routing.metrics import load_metrics
 
 METRICS, LOAD = "metrics.jsonl", "load.jsonl"
-
-
-def load_summary(counts_LE: torch.Tensor) -> dict[str, float | int]:
-    """Return how even a step's load was.
-
-    `max_load_ratio` is the largest load of an expert over the mean of its layer (1: perfect
-    balance), `load_entropy` the smallest over layers of the entropy of the load over log E,
-    `dead_experts` those without a token, all layers together.
-
-    Args:
-        counts_LE: choices of each MoE layer and expert, over all ranks.
-    """
-    if counts_LE.numel() == 0:
-        return {"max_load_ratio": 0.0, "load_entropy": 0.0, "dead_experts": 0}
-    found = load_metrics(counts_LE)
-    return {
-        "max_load_ratio": float(found.max_ratio.max()),
-        "load_entropy": float(found.load_entropy.min()),
-        "dead_experts": int(found.dead_experts.sum()),
-    }
 
 
 class LineWriter:
@@ -106,3 +80,17 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return None
     return value
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """Return the result of a run as one sentence."""
+    text = f"{result['steps']} steps, {result['tokens']:,} tokens in {result['seconds']:.0f} s"
+    if result["loss"] is not None:
+        text += f"; loss {result['loss']:.4f}"
+    if result["eval_loss"] is not None:
+        text += f", held out {result['eval_loss']:.4f}"
+    if result["unigram_loss"] is not None:
+        text += f" (a unigram model has {result['unigram_loss']:.4f})"
+    if result["final"] is None:
+        return f"{text}; stopped by SIGTERM after a checkpoint, --resume goes on from it"
+    return f"{text}; wrote {result['final']}"

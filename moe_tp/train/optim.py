@@ -7,17 +7,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from moe_tp.parallel.gradients import parameter_groups
+from moe_tp.parallel.parameter import named_specs
+from moe_tp.train.adamw import SmallAdamW
 from moe_tp.train.config import TrainConfig
+from moe_tp.train.muon import Muon, is_matrix
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, config: TrainConfig, *, seed: int = 0) -> Optimizer:
     """Return the optimiser of the trainable parameters; its groups remember their highest rate.
 
     Args:
         model: its parameters, usually fp32, are the master weights.
         config: kind, rates, decay.
+        seed: of stochastic rounding.
+
+    Raises:
+        ConfigError: torchao is asked for and not installed.
     """
     groups = parameter_groups(
         model, weight_decay=config.weight_decay, lr=config.lr, router_lr=config.router_lr
@@ -26,7 +34,30 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
         group["peak_lr"] = group["lr"]
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    common: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    narrow = any(p.dtype == torch.bfloat16 for group in groups for p in group["params"])
+    if config.optimizer == "adamw" and config.moments == "float32" and not narrow:
+        kernel: dict[str, Any] = {} if config.kernel in ("auto", "loop") else {config.kernel: True}
+        if config.kernel == "loop":
+            kernel = {"foreach": False, "fused": False}
+        return torch.optim.AdamW(groups, **common, **kernel)
+    entries = list(named_specs(model))
+    common |= {"moments": config.moments, "seed": seed}
+    if config.optimizer == "adamw":
+        return SmallAdamW(groups, entries, **common)
+    matrices = {entry.param for entry in entries if is_matrix(entry)}
+    return Muon(_parted(groups, matrices), entries, momentum=config.momentum, **common)
+
+
+def _parted(groups: list[dict[str, Any]], matrices: set[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return groups of which each holds matrices only, or none."""
+    found = []
+    for group in groups:
+        for kind in (True, False):
+            params = [p for p in group["params"] if (p in matrices) == kind]
+            if params:
+                found.append({**group, "params": params, "matrices": kind})
+    return found
 
 
 def rate_factor(config: TrainConfig, step: int, steps: int) -> float:

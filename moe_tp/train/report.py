@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moe_tp.train.metrics import LOAD, METRICS, column, read_lines
 
@@ -23,6 +23,8 @@ td, th { border-bottom: 1px solid #d9dde3; padding: .2rem .9rem .2rem 0; text-al
 text { font: 11px system-ui, sans-serif; fill: #4b5563; }
 pre { background: #f4f5f7; padding: 1rem; overflow-x: auto; }
 """
+T = TypeVar("T")
+_MOST_COLUMNS, _MOST_LAYERS = 60, 8
 Series = tuple[str, Sequence[float], Sequence[float]]
 
 
@@ -82,6 +84,8 @@ def _charts(lines: Sequence[Mapping[str, Any]]) -> list[str]:
         ("Tokens per second", [("", "tokens_per_second")]),
         ("Gradient norm", [("", "grad_norm")]),
         ("Largest load of an expert (1: balanced)", [("", "max_load_ratio")]),
+        ("Router entropy (1: it knows nothing)", [("", "router_entropy")]),
+        ("Share of choices that found no place", [("", "dropped_share")]),
         ("Memory, GiB", [("", "memory_gib")]),
     ]
     result = []
@@ -144,24 +148,37 @@ def line_chart(series: Sequence[Series]) -> str:
 
 
 def heat_maps(loads: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the figures of expert load: by layer at the end, and of each layer over time.
+    """Return the figures of expert load: at the end, and over time.
 
     Args:
-        loads: lines of load.jsonl.
+        loads: lines of load.jsonl; a long run is shown by 60 of them, a deep model's layers one by
+            one for 8 of them, so that the page stays small.
     """
     if not loads:
         return []
-    last = loads[-1]
-    layers = last["layers"]
+    last, layers = loads[-1], loads[-1]["layers"]
+    shown = _spread(loads, _MOST_COLUMNS)
+    steps = (loads[0]["step"], last["step"])
     rows = [(f"layer {n}", share(counts)) for n, counts in zip(layers, last["counts"], strict=True)]
     result = [_figure(f"Expert load by layer, step {last['step']} (1: balanced)", heat_map(rows))]
-    for i, layer in enumerate(layers):
-        over_time = [share(line["counts"][i]) for line in loads]
+    rows = [
+        (f"layer {layer}", [max(share(line["counts"][i]), default=0.0) for line in shown])
+        for i, layer in enumerate(layers)
+    ]
+    result.append(_figure("Largest load of an expert by layer, over time", heat_map(rows, steps)))
+    for i, layer in _spread(list(enumerate(layers)), _MOST_LAYERS):
+        over_time = [share(line["counts"][i]) for line in shown]
         experts = len(over_time[0])
         rows = [(f"expert {e}", [column[e] for column in over_time]) for e in range(experts)]
-        steps = (loads[0]["step"], last["step"])
         result.append(_figure(f"Expert load over time, layer {layer}", heat_map(rows, steps)))
     return result
+
+
+def _spread(items: Sequence[T], most: int) -> list[T]:
+    """Return at most as many items, evenly spread, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 def share(counts: Sequence[int]) -> list[float]:

@@ -34,6 +34,7 @@ from moe_tp.models.families import rules_for
 from moe_tp.models.load import allocate
 from moe_tp.parallel.collectives import Group, raw_all_reduce
 from moe_tp.parallel.mesh import Mesh
+from moe_tp.train.adamw import SmallAdamW
 from moe_tp.train.config import FinetuneConfig
 from moe_tp.train.lora import LoRAConfig, apply_lora, merge_lora
 from moe_tp.train.saver import Saver
@@ -54,8 +55,13 @@ _FIXED = (
     "data.tokenizer",
     "data.add_eos",
     "data.shuffle",
+    "data.streaming",
+    "data.stream_window",
     "train.optimizer",
+    "train.moments",
     "train.global_batch",
+    "train.freeze",
+    "train.only",
     "lora",
     "lora.rank",
     "lora.alpha",
@@ -197,6 +203,8 @@ def resume_run(
 
     together(compare, mesh.group("world"), mesh.device)
     facts = load_state(model, optimizer, path, tied=model.name_rules.tied)
+    if isinstance(optimizer, SmallAdamW):
+        optimizer.adopt_state()
     counters: dict[str, Any] = facts["counters"]
     return counters
 
