@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from moe_tp.cli.options import add_json_argument, say, write_json
 from moe_tp.errors import ConfigError
 from moe_tp.models import ModelConfig
 from moe_tp.models.families import model_types, preset
-from moe_tp.plan.hardware import TABLE, Hardware, hardware, parse_bytes
-from moe_tp.plan.job import Job
+from moe_tp.parallel.layout import ContextKind
+from moe_tp.plan.hardware import TABLE, Hardware, hardware, parse_bytes, read_hardware
+from moe_tp.plan.job import Job, Kernel, Moments, Optimizer
 from moe_tp.plan.search import RECOMPUTE, Candidate, Plan, remedies, search, smallest_group
 
 _BAR = 32  # characters of the picture's longest bar
@@ -26,7 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a hub-format folder, its config.json, or FAMILY:PRESET as in mixtral:8x7b",
     )
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
-    parser.add_argument("--gpu", choices=sorted(TABLE), default="H100", help="kind of GPU")
+    parser.add_argument("--gpu", choices=sorted(TABLE), help="kind of GPU; default H100")
+    parser.add_argument(
+        "--hardware", metavar="FILE", help="JSON of other rates, as moe-tp bench --profile writes"
+    )
     parser.add_argument("--gpu-memory", metavar="80GB", help="memory of one GPU")
     parser.add_argument("--node-size", type=int, metavar="N", help="GPUs of a node")
     parser.add_argument("--link", metavar="RATE", help="inside a node: nvlink4, pcie5, 450GB")
@@ -36,7 +41,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, default=4096, metavar="TOKENS")
     parser.add_argument("--global-batch", type=int, default=256, metavar="SEQUENCES")
     parser.add_argument("--micro-batch", type=int, default=1, metavar="SEQUENCES")
-    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument("--optimizer", choices=get_args(Optimizer), default="adamw")
+    parser.add_argument("--moments", choices=get_args(Moments), default="float32")
+    parser.add_argument(
+        "--kernel", choices=get_args(Kernel), default="foreach", help="of AdamW in fp32"
+    )
+    parser.add_argument(
+        "--bf16-weights", action="store_true", help="train bf16 weights instead of fp32 ones"
+    )
+    parser.add_argument("--cp-kind", choices=get_args(ContextKind), default="ulysses")
+    parser.add_argument(
+        "--dp-replicate", type=int, default=1, metavar="N", help="replicas of ZeRO's shards (HSDP)"
+    )
+    parser.add_argument(
+        "--offload", action="store_true", help="what ZeRO shards rests in host memory"
+    )
     parser.add_argument(
         "--recompute", choices=RECOMPUTE, help="default: for each layout the least that fits"
     )
@@ -59,6 +78,12 @@ def run(options: argparse.Namespace) -> int:
         global_batch=options.global_batch,
         micro_batch=options.micro_batch,
         optimizer=options.optimizer,
+        moments=options.moments,
+        kernel=options.kernel,
+        master_bytes=2 if options.bf16_weights else 4,
+        cp_kind=options.cp_kind,
+        dp_replicate=options.dp_replicate,
+        offload=options.offload,
         lora_rank=options.lora_rank,
         skew=options.skew,
     )
@@ -87,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
         result["refusals"] = [
             {"layout": str(refusal.layout), "reason": refusal.reason} for refusal in plan.refusals
         ]
-    say(options, _text(options, plan, result, gpu))
+    say(options, _text(options, plan, result, gpu, job))
     write_json(options, result)
     return 0 if plan.best else 1
 
@@ -120,7 +145,14 @@ def _hardware(options: argparse.Namespace) -> Hardware:
     changes = {name: parse_bytes(text) for name, text in given.items() if text is not None}
     if options.node_size is not None:
         changes["node_size"] = options.node_size
-    return hardware(options.gpu, **changes)
+    if options.hardware is None:
+        return hardware(options.gpu or "H100", **changes)
+    if options.gpu is not None:
+        raise ConfigError(
+            f"--hardware {options.hardware} and --gpu {options.gpu} both name the GPU; give one "
+            f'(the file may hold "gpu": "{options.gpu}" and what differs from it)'
+        )
+    return replace(read_hardware(options.hardware), **changes)  # type: ignore[arg-type]
 
 
 def _degrees(candidate: Candidate) -> dict[str, int]:
@@ -137,6 +169,7 @@ def _row(candidate: Candidate) -> dict[str, Any]:
         "fits": candidate.fits,
         "memory": candidate.memory.total,
         "memory_stage": candidate.memory.stage,
+        "memory_moment": candidate.memory.moment,
         "memory_parts": candidate.memory.parts(),
         "tokens_per_second": time.tokens_per_second if time else None,
         "tflops_per_gpu": time.model_flops / 1e12 if time else None,
@@ -144,7 +177,9 @@ def _row(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _text(options: argparse.Namespace, plan: Plan, result: dict[str, Any], gpu: Hardware) -> str:
+def _text(
+    options: argparse.Namespace, plan: Plan, result: dict[str, Any], gpu: Hardware, job: Job
+) -> str:
     lines = [
         f"{options.model}: {result['params_total'] / 1e9:.1f} B parameters, "
         f"{result['params_active'] / 1e9:.1f} B active; {options.mode} training on "
@@ -169,27 +204,44 @@ def _text(options: argparse.Namespace, plan: Plan, result: dict[str, Any], gpu: 
         lines.append(f"refused {refusal.layout}: {refusal.reason}")
     shown = plan.best or (plan.candidates[0] if plan.candidates else None)
     if shown is not None:
-        lines += ["", f"memory of {shown.layout} (GB, stage {shown.memory.stage}):"]
+        lines += [
+            "",
+            f"memory of {shown.layout} (GB; stage {shown.memory.stage}, {shown.memory.moment}):",
+        ]
         most = max(shown.memory.parts().values())
         for name, size in shown.memory.parts().items():
+            if not size:
+                continue
             bar = "#" * round(_BAR * size / most) if most else ""
             lines.append(f"  {name:12} {size / 1e9:7.1f}  {bar}")
     group = result["smallest_group"]
     what = f"{group['gpus']} GPUs" if group else "none up to 4096 GPUs"
     lines += ["", f"smallest group that fits: {what}"]
     if plan.best is not None:
-        lines += ["", _yaml(plan.best)]
+        lines += ["", _yaml(plan.best, job)]
     else:
         lines += ["nothing fits; what would, the cheapest first:"]
         lines += [f"  - {remedy}" for remedy in result["remedies"] or ["nothing that is known"]]
     return "\n".join(lines)
 
 
-def _yaml(candidate: Candidate) -> str:
+def _yaml(candidate: Candidate, job: Job) -> str:
+    """Return the sections of a run's YAML that the row was computed for."""
     degrees = _degrees(candidate).items()
     shown = [f"  {name}: {value}" for name, value in degrees if value != 1 or name == "dp"]
     shown = [line for line in shown if line != "  zero: 0"]
-    block = ["parallel:", *shown]
+    runtime: dict[str, object] = {}
     if candidate.recompute != "none":
-        block += ["runtime:", f"  recompute: {candidate.recompute}"]
+        runtime["recompute"] = candidate.recompute
+    if job.cp_kind != "ulysses" and candidate.layout.cp > 1:
+        runtime["cp_kind"] = job.cp_kind
+    if job.dp_replicate > 1:
+        runtime["dp_replicate"] = job.dp_replicate
+    if job.offload:
+        runtime["offload"] = "true"
+    if job.mode == "full" and job.master_bytes == 2:
+        runtime["master_dtype"] = "bfloat16"
+    block = ["parallel:", *shown]
+    if runtime:
+        block += ["runtime:", *(f"  {name}: {value}" for name, value in runtime.items())]
     return "\n".join(block)

@@ -5,8 +5,11 @@ Rates are the makers' data sheets (dense bf16, without sparsity). Every number c
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
 from moe_tp.errors import ConfigError
 
@@ -44,8 +47,9 @@ class Hardware:
     overlap: float = 0.8
 
     def __post_init__(self) -> None:
-        for name in ("flops", "memory", "bandwidth", "link", "network", "node_size"):
-            if getattr(self, name) <= 0:
+        rates = ("flops", "memory", "bandwidth", "link", "network", "node_size")
+        for name in (*rates, "matmul_efficiency", "link_efficiency"):
+            if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} of the hardware must be positive")
 
 
@@ -73,12 +77,13 @@ LINKS = {
     "ib200": 25e9,
     "ib400": 50e9,
     "ib800": 100e9,
+    "eth400": 50e9,
     "eth100": 12.5e9,
     "eth25": 3.1e9,
 }
 
 
-def hardware(name: str, **changes: float) -> Hardware:
+def hardware(name: str, /, **changes: Any) -> Hardware:
     """Return a GPU of the table with some of its numbers replaced.
 
     Raises:
@@ -90,7 +95,43 @@ def hardware(name: str, **changes: float) -> Hardware:
     for key in changes:
         if key not in known:
             raise ConfigError(f"hardware has no {key!r}; it has {', '.join(sorted(known))}")
-    return replace(TABLE[name], **changes)  # type: ignore[arg-type]  # names checked above
+    return replace(TABLE[name], **changes)
+
+
+def read_hardware(path: str | Path) -> Hardware:
+    """Return the hardware of a JSON file: the fields of `Hardware`, as `moe-tp bench` writes them.
+
+    With `gpu`, a name of the table, the file need only hold what differs from that.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ConfigError: it is no such file, or a value is missing, unknown or no positive number.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no hardware profile in JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is no hardware profile: it holds no JSON object")
+    base = found.pop("gpu", None)
+    known = {field.name for field in fields(Hardware)}
+    for key, value in found.items():
+        if key not in known:
+            raise ConfigError(f"{path}: hardware has no {key!r}; it has {', '.join(sorted(known))}")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key != "name" and not number:
+            raise ConfigError(f"{path}: {key}={value!r} is no number")
+    if base is not None:
+        return hardware(str(base), **found)
+    missing = [key for key in ("flops", "memory", "bandwidth", "link") if key not in found]
+    if missing:
+        raise ConfigError(
+            f"{path} does not say {', '.join(missing)}; add them, or name a gpu of the table "
+            f"({', '.join(TABLE)}) whose numbers they then are"
+        )
+    return Hardware(**{"name": Path(path).stem, **found})
 
 
 def parse_bytes(text: str) -> float:

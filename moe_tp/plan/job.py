@@ -12,14 +12,29 @@ from moe_tp.errors import ConfigError
 from moe_tp.models.config import ModelConfig
 from moe_tp.parallel.context.sequence import padded_length
 from moe_tp.parallel.context.ulysses import check_heads
-from moe_tp.parallel.layout import ContextKind, ParallelLayout, Recompute, Runtime
+from moe_tp.parallel.layout import (
+    ContextKind,
+    ParallelLayout,
+    Recompute,
+    Runtime,
+    check_sharding,
+)
 from moe_tp.parallel.pipeline.stages import num_stages
 from moe_tp.routing.table import ExpertTable
 
 Mode = Literal["full", "lora"]
-Optimizer = Literal["adamw", "adamw8bit", "sgd"]
-# bytes of state a trainable element; "adamw8bit" is a what-if, this library has no such optimiser
-STATE_BYTES: dict[str, float] = {"adamw": 8.0, "adamw8bit": 2.0, "sgd": 4.0}
+Optimizer = Literal["adamw", "muon", "sgd"]  # as in the train section of a run
+Moments = Literal["float32", "bfloat16", "8bit"]
+Kernel = Literal["loop", "foreach", "fused"]
+MOMENT_BYTES: dict[Moments, float] = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4.0 / 256}
+_CHOICES = {
+    "mode": Mode,
+    "recompute": Recompute,
+    "optimizer": Optimizer,
+    "moments": Moments,
+    "kernel": Kernel,
+    "cp_kind": ContextKind,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +47,12 @@ class Job:
         global_batch: sequences of an optimiser step.
         micro_batch: sequences a data-parallel replica takes at a time.
         recompute: activations that backward computes again.
-        optimizer: kind of its states.
-        offload: parameters and optimiser states in host memory.
+        resend_rows: selective recompute sends rows to experts again, instead of keeping them.
+        optimizer, moments: what its states are.
+        kernel: of AdamW with fp32 weights and moments; `foreach`, torch's choice on a GPU, holds
+            the denominators of all weights at once.
+        offload: what ZeRO shards rests in host memory, with its gradients and states.
+        dp_replicate: replicas of what ZeRO shards (HSDP).
         cp_kind: attention exchange over cp.
         compute_bytes: of an element of activations and compute copies.
         master_bytes: of a trained parameter at rest; its gradient takes as many.
@@ -52,8 +71,12 @@ class Job:
     global_batch: int = 256
     micro_batch: int = 1
     recompute: Recompute = "none"
+    resend_rows: bool = False
     optimizer: Optimizer = "adamw"
+    moments: Moments = "float32"
+    kernel: Kernel = "foreach"
     offload: bool = False
+    dp_replicate: int = 1
     cp_kind: ContextKind = "ulysses"
     compute_bytes: int = 2
     master_bytes: int = 4
@@ -64,7 +87,7 @@ class Job:
     reserve: float = 1.5e9
 
     def __post_init__(self) -> None:
-        for name, kind in (("mode", Mode), ("recompute", Recompute), ("optimizer", Optimizer)):
+        for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(kind))}"
@@ -78,7 +101,13 @@ class Job:
     @property
     def runtime(self) -> Runtime:
         """The runtime that the job asks for, as far as layouts depend on it."""
-        return Runtime(recompute=self.recompute, cp_kind=self.cp_kind, offload=self.offload)
+        return Runtime(
+            recompute=self.recompute,
+            resend_rows=self.resend_rows,
+            cp_kind=self.cp_kind,
+            offload=self.offload,
+            dp_replicate=self.dp_replicate,
+        )
 
     def micro_batches(self, layout: ParallelLayout) -> int:
         """Return the micro-batches of a step."""
@@ -133,7 +162,8 @@ def check(config: ModelConfig, layout: ParallelLayout, job: Job) -> None:
             f"global_batch={job.global_batch}, so some would have no work; raise the batch, or "
             f"tp, cp or pp"
         )
-    if layout.zero and layout.dp * layout.cp == 1 and layout.edp == 1:
+    check_sharding(layout, job.runtime)
+    if layout.zero and layout.dp * layout.cp == 1 and layout.edp == 1 and not job.offload:
         raise ConfigError(f"zero={layout.zero} has nothing to shard over one replica; choose 0")
 
 

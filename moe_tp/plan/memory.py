@@ -1,63 +1,72 @@
 """Peak memory of a rank, part by part, for any layout and pipeline stage.
 
-Letters: T owned tokens · N tokens of the tp group · D width · F expert hidden · E experts ·
-K choices · R rows after dispatch · V vocabulary.
+Letters: T owned tokens · D width · V vocabulary · c bytes of an element in the compute dtype.
 
-What is counted follows the library's code: what each autograd function saves, which parameters ZeRO
-leaves whole, the bf16 copies that a step makes of fp32 weights. At `zero=0` a cast is part of the
-graph, so that every micro-batch in flight keeps its own copy of the weights (unless recompute makes
-it again); under ZeRO there is one gathered copy. The model is arithmetic: it has not yet been
-compared with measured peaks.
+A step is looked at in a few moments, and the fullest counts: the loss, the backward of the last
+layer, the sums of gradients, the optimiser. Weights lie in fp32 and a step casts them: at `zero=0`
+the copy is part of the graph, shared by all micro-batches in flight (under recompute one layer's);
+under ZeRO it is what is gathered. Measured peaks stand in docs/planner.md.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.counts import layer_flops
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.parallel.mesh import Domain
 from moe_tp.parallel.pipeline.stages import deal_layers, num_stages
-from moe_tp.plan.job import STATE_BYTES, Job
-from moe_tp.plan.params import Holding, Kind, Piece, hold, part_flops, pieces
+from moe_tp.plan.activations import Load, Work, layer_work
+from moe_tp.plan.axes import axis_sizes
+from moe_tp.plan.job import Job
+from moe_tp.plan.params import Holding, Kind, Piece, adapters, hold, part_flops, pieces, zero_ranks
 
+Moment = Literal["loss", "backward", "end", "settle", "update"]
 _BUCKET_BYTES = 64 << 20  # of settle_gradients
+_UPDATED = 1 << 22  # elements that train/adamw.py updates at a time
 _TYPICAL_LENGTH = 4096  # by which models/stages.py deals layers
+_LAYERS: tuple[Kind, ...] = ("dense", "moe")
+_IDLE = Work(kept=0.0, again=0.0, moved=0.0, backward=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of one rank at its peak.
+    """Bytes of one rank at one moment of a step.
 
     Args:
         stage: pipeline rank.
+        moment: `loss`, `backward` (of the last layer), `end` (of a backward that is the step's
+            only one), `settle` or `update`.
         weights: the model's parameters between steps.
         adapters: LoRA's, in fp32.
         copies: of the parameters in the compute dtype, or gathered by ZeRO.
         gradients, states: of what is trained; `states` of the optimiser.
         activations: kept for backward, all micro-batches in flight.
-        dispatch: rows on their way to experts and partial sums on theirs back.
-        working: one layer's recomputed activations.
+        dispatch: rows and sums of the experts.
+        working: one layer's backward, with what it computes again.
         logits: chunk of logits, and the gradients that the loss takes with it.
-        settle: flat buffers of gradient sums, alive when activations are not.
+        settle: flat buffers of gradient sums.
+        update: what the optimiser holds besides its states.
         margin: fragmentation, context, communication buffers.
     """
 
     stage: int
+    moment: Moment
     weights: float
     adapters: float
-    copies: float
     gradients: float
     states: float
-    activations: float
-    dispatch: float
-    working: float
-    logits: float
-    settle: float
-    margin: float
+    copies: float = 0.0
+    activations: float = 0.0
+    dispatch: float = 0.0
+    working: float = 0.0
+    logits: float = 0.0
+    settle: float = 0.0
+    update: float = 0.0
+    margin: float = 0.0
 
     @property
     def resident(self) -> float:
@@ -66,15 +75,18 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Peak bytes: the passes or the settling of gradients, whichever needs more."""
-        passes = self.copies + self.activations + self.working + max(self.dispatch, self.logits)
-        return self.resident + max(passes, self.settle) + self.margin
+        """All bytes."""
+        return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
         """Return bytes by part."""
-        names = ("weights", "adapters", "copies", "gradients", "states", "activations")
-        more = ("dispatch", "working", "logits", "settle", "margin")
-        return {name: getattr(self, name) for name in (*names, *more)}
+        return {name: getattr(self, name) for name in _PARTS}
+
+
+_PARTS = (
+    "weights", "adapters", "copies", "gradients", "states", "activations", "dispatch", "working",
+    "logits", "settle", "update", "margin",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +153,11 @@ class Planner:
         self._holdings: dict[tuple[object, ...], Holding] = {}
         self._stages: dict[int, list[Stage]] = {}
         self._rows: dict[int, float] = {}
-        self._activations: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._work: dict[tuple[object, ...], Work] = {}
+        self._owed: dict[tuple[object, ...], dict[tuple[str, ...], int]] = {}
         self._flops = 0.0
         self._pieces: dict[tuple[object, ...], list[Piece]] = {}
         self._units: dict[tuple[object, ...], list[tuple[Domain, int]]] = {}
-        self.owed: dict[tuple[object, ...], dict[tuple[str, ...], int]] = {}  # of `traffic`
         self.flows: dict[tuple[object, ...], list[Any]] = {}  # of `traffic`
 
     def stages(self, layout: ParallelLayout) -> list[Stage]:
@@ -165,12 +177,11 @@ class Planner:
     def holding(self, kind: Kind, layout: ParallelLayout) -> Holding:
         """Return the parameter elements of one part on the fullest rank."""
         assert layout.dp is not None
-        zero = layout.zero > 0
-        replicas = (layout.dp * layout.cp, layout.edp) if zero else ()
+        replicas = tuple(zero_ranks(layout, self.job).values())
         experts = (layout.ep, layout.etp) if kind == "moe" else ()
-        key = (kind, layout.tp, experts, layout.pp > 1, replicas)
+        key = (kind, layout.tp, experts, layout.pp > 1, layout.zero > 0, replicas)
         if key not in self._holdings:
-            self._holdings[key] = hold(self.config, kind, layout, self.job.lora_rank)
+            self._holdings[key] = hold(self.config, kind, layout, self.job)
         return self._holdings[key]
 
     def pieces(self, kind: Kind, layout: ParallelLayout) -> list[Piece]:
@@ -209,10 +220,10 @@ class Planner:
     def elements(self, layout: ParallelLayout, stage: Stage) -> int:
         """Return the parameter elements of a pipeline rank between steps, on its fullest rank."""
         held = [(self.holding(kind, layout), count) for kind, count in stage.kinds()]
-        return sum((h.resting + h.fp32) * count for h, count in held)
+        return sum(h.elements * count for h, count in held)
 
     def peak(self, layout: ParallelLayout) -> Memory:
-        """Return the memory of the fullest pipeline rank."""
+        """Return the fullest moment of the fullest pipeline rank."""
         # of equal stages the earliest has the most micro-batches in flight
         worst: dict[tuple[int, int, bool, bool], Stage] = {}
         for stage in self.stages(layout):
@@ -220,148 +231,193 @@ class Planner:
         return max((self.memory(layout, s) for s in worst.values()), key=lambda m: m.total)
 
     def memory(self, layout: ParallelLayout, stage: Stage) -> Memory:
-        """Return the memory of one pipeline rank.
+        """Return the fullest moment of one pipeline rank.
 
         Args:
             layout: resolved.
             stage: from `stages`.
         """
-        job, zero = self.job, layout.zero
-        held = [(self.holding(kind, layout), count) for kind, count in stage.kinds()]
+        return max(self.moments(layout, stage), key=lambda m: m.total)
+
+    def moments(self, layout: ParallelLayout, stage: Stage) -> list[Memory]:
+        """Return the moments of a step at which one pipeline rank may be fullest."""
+        job, last = self.job, stage.last
+        held = [(self.holding(kind, layout), kind, count) for kind, count in stage.kinds()]
         micro = job.micro_batches(layout)
         in_flight = min(layout.pp - stage.rank, micro)
-
-        resting = sum(h.resting * n for h, n in held)
-        fp32 = sum(h.fp32 * n for h, n in held)
-        whole = sum(h.shardable * n for h, n in held)
-        split = sum(h.shardable_rest * n for h, n in held)
-        unit = max(h.unit for h, _ in held)
-        adapters = sum(h.adapters * n for h, n in held)
-        full = job.mode == "full"
-        base = job.master_bytes if full else job.compute_bytes
-        cast = full and job.master_bytes != job.compute_bytes
-        trained = resting + fp32 if full else adapters
-        weights = float(resting * base + fp32 * 4)
-        added = 0.0 if full else adapters * 4.0
-
-        copies = 0.0
-        kept_whole = resting if zero == 0 else resting - split  # cast in the graph
-        if cast and job.recompute == "none":
-            copies += kept_whole * job.compute_bytes * in_flight
-        elif cast:
-            copies += max(h.resting for h, _ in held) * job.compute_bytes
-        if zero in (1, 2):
-            copies += whole * job.compute_bytes
-        elif zero == 3:  # this unit and the next, gathered
-            copies += 2 * unit * job.compute_bytes
-        if zero and full:  # a unit's gradient in the compute dtype and on its way in fp32
-            copies += unit * (job.compute_bytes + 4)
-
-        width = job.master_bytes if full else 4
-        gradients = float(trained * width)
-        if full and zero == 1 and micro > 1:
-            gradients += (whole - split) * width
-        states = trained * STATE_BYTES[job.optimizer]
-        if job.offload:
-            states, weights = 0.0, 0.0
-
-        kept = working = dispatch = 0.0
-        for kind, count in stage.kinds():
-            keeps, works, moves = self.activations(kind, layout)
-            kept += keeps * count * in_flight
-            working, dispatch = max(working, works), max(dispatch, moves)
-        settle = 0.0
-        if layout.stage_size > 1:
-            largest = max((h.largest for h, _ in held), default=0) if full else 0
-            bytes_owed = 4 * trained if zero == 0 else 4 * (trained - split if full else adapters)
-            settle = 2.0 * min(max(_BUCKET_BYTES, 4 * largest), max(0, bytes_owed))
-        logits = self._logits(layout) if stage.last else 0.0
-        passes = copies + kept + working + max(dispatch, logits)
-        total = weights + added + gradients + states + max(passes, settle)
-        return Memory(
-            stage=stage.rank,
-            weights=weights,
-            adapters=added,
-            copies=copies,
-            gradients=gradients,
-            states=states,
-            activations=kept,
-            dispatch=dispatch,
-            working=working,
-            logits=logits,
-            settle=settle,
-            margin=total * job.margin + job.reserve,
+        resident = {
+            name: sum(getattr(h, name) * n for h, _, n in held)
+            for name in ("weights", "adapters", "gradients", "states")
+        }
+        if job.mode == "full" and layout.zero == 1 and micro > 1:
+            resident["gradients"] += 4.0 * sum(h.accumulated * n for h, _, n in held)
+        copies = self._copies(layout, held)
+        works = {kind: (self.work(kind, layout), n) for _, kind, n in held if kind in _LAYERS}
+        kept = sum(work.kept * n for work, n in works.values()) * in_flight
+        kept += self._ends(layout, stage, micro, in_flight)
+        fullest = max(
+            (work for work, _ in works.values()),
+            key=lambda w: w.again + w.moved + w.backward,
+            default=_IDLE,
         )
+        backward = {
+            "dispatch": fullest.moved,
+            "working": max(fullest.again + fullest.backward, self._reducing(layout, held)),
+        }
+        first = dict(resident)
+        if micro == 1:  # gradients come up as activations go
+            ends = [h.gradients for h, kind, _ in held if kind == "head"]
+            first["gradients"] = sum(ends)
+        found = [
+            self._memory(stage, "backward", first, copies=copies, activations=kept, **backward),
+            self._memory(stage, "settle", resident, settle=self._settle(layout, stage)),
+            self._memory(stage, "update", resident, update=self._update(held)),
+        ]
+        if last:
+            logits = self._logits(layout)
+            if micro == 1:
+                first["gradients"] = 0.0
+            found.append(
+                self._memory(stage, "loss", first, copies=copies, activations=kept, logits=logits)
+            )
+        if micro == 1:
+            one = max((work.kept for work, _ in works.values()), default=0.0)
+            found.append(self._memory(stage, "end", resident, activations=one, **backward))
+        return found
+
+    def _memory(
+        self, stage: Stage, moment: Moment, resident: dict[str, float], **parts: float
+    ) -> Memory:
+        total = sum(resident.values()) + sum(parts.values())
+        margin = total * self.job.margin + self.job.reserve
+        return Memory(stage=stage.rank, moment=moment, **resident, **parts, margin=margin)
+
+    def _copies(self, layout: ParallelLayout, held: list[tuple[Holding, Kind, int]]) -> float:
+        """Return bytes of weights cast for the graph, or gathered by ZeRO."""
+        job, c = self.job, self.job.compute_bytes
+        layers = [(h, n) for h, kind, n in held if kind in _LAYERS]
+        whole = job.recompute == "none"
+        copies = 0.0
+        cast = [h.adapters / 4.0 * c for h, _ in layers]  # adapters rest in fp32
+        if job.mode == "full" and job.master_bytes != c:
+            cast = [float(h.casts * c) for h, _ in layers]
+        if job.mode == "lora" or job.master_bytes != c:
+            counts = [n for _, n in layers]
+            each = zip(cast, counts, strict=True)
+            copies = sum(a * n for a, n in each) if whole else max(cast, default=0.0)
+        if layout.zero in (1, 2):
+            copies += sum(sum(h.whole.values()) * n for h, _, n in held) * c
+        elif layout.zero == 3:  # this layer's units, and the next unit on its way
+            units = [sum(h.whole.values()) for h, _, _ in held]
+            ahead = [max(h.whole.values()) for h, _, _ in held]
+            copies += (max(units) + max(ahead)) * c
+        return copies
+
+    def _reducing(self, layout: ParallelLayout, held: list[tuple[Holding, Kind, int]]) -> float:
+        """Return bytes of a unit's gradients as ZeRO casts and sums them."""
+        if not layout.zero or self.job.mode == "lora":
+            return 0.0
+        unit = max(max(h.whole.values()) for h, _, _ in held)
+        return unit * (self.job.compute_bytes + 4.0)
+
+    def _ends(self, layout: ParallelLayout, stage: Stage, micro: int, in_flight: int) -> float:
+        """Return bytes kept by the ends of a stage: residual streams that go in and out."""
+        stream = float(self.job.owned_tokens(layout) * self.config.dim * self.job.compute_bytes)
+        kept = in_flight * stream if stage.last else 0.0
+        if layout.pp > 1:
+            kept += 0.0 if stage.last else in_flight * stream
+            # the schedule makes a buffer for every micro-batch that arrives, from either side
+            kept += micro * stream * ((not stage.first) + (not stage.last))
+        return kept
+
+    def _settle(self, layout: ParallelLayout, stage: Stage) -> float:
+        """Return bytes of the largest flat buffer of gradients, before and after its sum."""
+        sizes = axis_sizes(layout)
+        owed: dict[tuple[str, ...], int] = {}
+        largest = 0
+        for kind, count in stage.kinds():
+            largest = max(largest, 4 * self.holding(kind, layout).largest)
+            for axes, size in self.owed(kind, layout).items():
+                owed[axes] = owed.get(axes, 0) + count * size
+        most = max(_BUCKET_BYTES, largest)
+        flat = [size for axes, size in owed.items() if any(sizes[axis] > 1 for axis in axes)]
+        return 2.0 * min(most, max(flat, default=0))
+
+    def _update(self, held: list[tuple[Holding, Kind, int]]) -> float:
+        """Return what the optimiser holds besides its states."""
+        job = self.job
+        if job.optimizer == "sgd":
+            return 0.0
+        largest = max(h.largest_rest for h, _, _ in held)
+        if job.optimizer == "muon":  # weight, momentum, gradient, its step, and the iteration's
+            return 8.0 * 4.0 * max(h.largest for h, _, _ in held)
+        if job.moments != "float32" or (job.mode == "full" and job.master_bytes != 4):
+            return 5.0 * 4.0 * min(largest, _UPDATED)
+        if job.kernel == "fused":
+            return 0.0
+        if job.kernel == "loop":
+            return 2.0 * 4.0 * largest
+        domains: tuple[Domain, ...] = ("dense", "expert")
+        return 4.0 * max(sum(h.trained[d] * n for h, _, n in held) for d in domains)
 
     def _logits(self, layout: ParallelLayout) -> float:
         """Return the bytes of one chunk of logits and of the gradients taken with it."""
-        config, job = self.config, self.job
-        tokens = self.job.owned_tokens(layout) * layout.tp
+        config, job, c = self.config, self.job, self.job.compute_bytes
+        tokens = job.owned_tokens(layout) * layout.tp
         words = -(-config.vocab_size // layout.tp)
-        chunk = min(job.loss_chunk, tokens) * words * (4 + 4 + job.compute_bytes)
-        head = words * config.dim * 4 if job.mode == "full" else 0
-        return chunk + head + 2 * tokens * config.dim * job.compute_bytes
+        chunk = min(job.loss_chunk, tokens) * words * (4.0 + (c if c < 4 else 0))
+        streams = tokens * config.dim * c * (1 if layout.tp == 1 else 2)
+        # the weight's copy, its gradient in fp32, and one chunk's part
+        cast = c if job.mode == "full" and job.master_bytes != c and not layout.zero else 0
+        head = words * config.dim * (cast + (4 + c if job.mode == "full" else 0))
+        return chunk + head + streams
 
-    def activations(self, kind: Kind, layout: ParallelLayout) -> tuple[float, float, float]:
-        """Return bytes that one part keeps, works with under recompute, and sends and receives.
-
-        Args:
-            kind: which part.
-            layout: resolved.
-        """
+    def work(self, kind: Kind, layout: ParallelLayout) -> Work:
+        """Return what one layer holds of a micro-batch, on the busiest rank."""
         tokens = self.job.owned_tokens(layout)
         key = (kind, tokens, layout.tp, layout.cp > 1, layout.ep, layout.etp)
-        if key not in self._activations:
-            self._activations[key] = self._part(kind, layout, tokens)
-        return self._activations[key]
+        if key not in self._work:
+            job, router = self.job, self.config.moe.router
+            skew = job.skew if layout.ep > 1 else 1.0
+            each = tokens * layout.etp * skew
+            load = Load(rows=each * self.rows(layout.ep), pairs=each * router.top_k)
+            found = self.pieces(kind, layout)
+            if kind == "moe":
+                weights = sum(p.size for p in found if p.domain == "expert")
+            else:
+                weights = max(p.size for p in found)
+            self._work[key] = layer_work(self.config, job, layout, kind, load, weights)
+        return self._work[key]
 
-    def _part(self, kind: Kind, layout: ParallelLayout, tokens: int) -> tuple[float, float, float]:
-        config, job, size = self.config, self.job, self.job.compute_bytes
-        stream = float(tokens * config.dim * size)
-        if kind in ("embed", "head"):
-            return (2.0 * stream if kind == "head" else 0.0), 0.0, 0.0
-        attention, out = self._attention(layout, tokens)
-        saved, moved, routing = 4.0 * stream + attention, 0.0, 0.0
-        gathered = tokens * layout.tp
-        if kind == "dense":
-            saved += 3.0 * gathered * config.dense_dim // layout.tp * size
+    def owed(self, kind: Kind, layout: ParallelLayout) -> dict[tuple[str, ...], int]:
+        """Return the bytes of one part's gradients that owe a sum, by axes."""
+        key = (kind, layout.tp, layout.ep, layout.etp, layout.pp > 1, layout.zero > 0)
+        found = self._owed.get(key)
+        if found is None:
+            self._owed[key] = found = owed_bytes(
+                self.pieces(kind, layout), self.job, zero=layout.zero > 0
+            )
+        return found
+
+
+def owed_bytes(found: list[Piece], job: Job, *, zero: bool) -> dict[tuple[str, ...], int]:
+    """Return the bytes, in fp32, of gradients that `settle_gradients` sums, by axes.
+
+    Args:
+        found: parameters of one part.
+        job: the run.
+        zero: ZeRO sums what it splits.
+    """
+    owed: dict[tuple[str, ...], int] = {}
+    for piece in found if job.mode == "full" else adapters(found, job.lora_rank):
+        if not piece.trained or (zero and piece.zero_sharded):
+            continue
+        axes: tuple[str, ...]
+        if piece.domain == "expert":
+            axes = ("edp", "etp") if piece.partial else ("edp",)
         else:
-            moe, router = config.moe, config.moe.router
-            choices = tokens * router.top_k
-            # each rank of etp works on the rows of all of them, with its share of F
-            saved += 2.0 * job.skew * choices * moe.expert_dim * size
-            saved += tokens * config.dim * 4.0 if job.mode == "full" else 0.0
-            saved += 12.0 * tokens * router.num_experts
-            routing = 16.0 * choices
-            saved += 24.0 * job.skew * choices * layout.etp + routing
-            saved += 3.0 * gathered * moe.shared_dim // layout.tp * size
-            rows = tokens * self.rows(layout.ep)
-            arrived = job.skew * rows * layout.etp
-            if layout.ep * layout.etp > 1:
-                saved += arrived * config.dim * size
-                moved = rows * config.dim * (size + 4.0)
-            # partial sums in fp32, and in backward the rows of their gradient
-            moved += arrived * config.dim * (4.0 + size)
-        if job.recompute == "none":
-            return saved, 0.0, moved
-        kept = stream + routing + (out if job.recompute == "selective" else 0.0)
-        return kept, saved, moved
-
-    def _attention(self, layout: ParallelLayout, tokens: int) -> tuple[float, float]:
-        """Return bytes that attention saves, and those of its outputs among them."""
-        a, size, gathered = self.config.attention, self.job.compute_bytes, tokens * layout.tp
-        heads = a.num_heads // layout.tp
-        if a.mla is not None:
-            mla = a.mla
-            latents = 2 * (mla.q_rank or 0) + 2 * mla.kv_rank + mla.rope_dim
-            per_head = 2 * mla.qk_dim + mla.value_dim
-            out = gathered * heads * (mla.value_dim * size + 4.0)
-            return tokens * latents * size + gathered * heads * per_head * size + out, out
-        kv = max(1, -(-heads * a.num_kv_heads // a.num_heads))
-        elements = (heads + 2 * kv) * a.head_dim
-        if a.qk_norm != "none":
-            elements += (heads + kv) * a.head_dim
-        out = gathered * heads * (a.head_dim * size + 4.0)
-        if layout.cp > 1 and self.job.cp_kind == "ring":
-            out += gathered * heads * a.head_dim * 4.0
-        return gathered * elements * size + out, out
+            axes = ("stage",) if piece.partial and not piece.split else ("dp_cp",)
+        if piece.copies > 1:
+            axes += ("pp_ends",)
+        owed[axes] = owed.get(axes, 0) + 4 * piece.size
+    return owed

@@ -16,6 +16,9 @@ from moe_tp.models.config import ModelConfig
 from moe_tp.models.counts import attention_params, expert_params
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.parallel.mesh import Domain
+from moe_tp.plan.job import MOMENT_BYTES, Job
+
+_SMALL, _BLOCK = 4096, 256  # elements of train/adamw.py: fewer, or no multiple, keep fp32 moments
 
 Kind = Literal["dense", "moe", "embed", "head"]
 
@@ -34,6 +37,7 @@ class Piece:
         trained: it has a gradient in full training.
         copies: pipeline ranks that hold it.
         inputs: a model axis splits its input width rather than its outputs.
+        factor: it is one of an adapter's.
     """
 
     shape: tuple[int, ...]
@@ -45,11 +49,19 @@ class Piece:
     trained: bool = True
     copies: int = 1
     inputs: bool = False
+    factor: bool = False
 
     @property
     def size(self) -> int:
         """Elements."""
         return math.prod(self.shape)
+
+    @property
+    def matrix(self) -> bool:
+        """Whether Muon is for it; adapters' factors are matrices too."""
+        if len(self.shape) < 2 or (self.fp32 and self.adapted is None and not self.factor):
+            return False
+        return self.factor or self.adapted is not None or self.domain == "dense"
 
     @property
     def zero_sharded(self) -> bool:
@@ -183,25 +195,29 @@ def _experts(config: ModelConfig, layout: ParallelLayout) -> list[Piece]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """Elements of some parameters on one rank.
+    """What one rank holds of one layer or end of the model.
 
     Args:
-        resting: between steps, without those kept in fp32.
-        fp32: those kept in fp32.
-        shardable: what ZeRO splits, whole (dense and expert).
-        shardable_rest: the same, after ZeRO.
-        unit: the largest group that ZeRO gathers together.
-        adapters: LoRA elements.
-        largest: elements of the largest parameter at rest.
+        elements: of parameters between steps.
+        weights, adapters, gradients, states: bytes on the device between steps.
+        trained: elements of trained parameters between steps, by domain.
+        casts: elements whose compute copy lies in the graph (what ZeRO does not gather).
+        whole: elements that ZeRO splits, before it does, by domain.
+        accumulated: elements of whole gradients that ZeRO 1 adds up, beyond the split ones.
+        largest: elements of the largest trained parameter before ZeRO, and of that between steps.
     """
 
-    resting: int
-    fp32: int
-    shardable: int
-    shardable_rest: int
-    unit: int
-    adapters: int
+    elements: int
+    weights: float
+    adapters: float
+    gradients: float
+    states: float
+    trained: dict[Domain, int]
+    casts: int
+    whole: dict[Domain, int]
+    accumulated: int
     largest: int
+    largest_rest: int
 
 
 def adapters(found: list[Piece], rank: int) -> list[Piece]:
@@ -227,37 +243,70 @@ def adapters(found: list[Piece], rank: int) -> list[Piece]:
                     split=(2,) if split else (),
                     partial=not split,
                     fp32=True,
+                    factor=True,
                 )
             )
     return made
 
 
-def hold(config: ModelConfig, kind: Kind, layout: ParallelLayout, lora_rank: int) -> Holding:
-    """Return the elements of one layer or end of the model on the fullest rank.
+def zero_ranks(layout: ParallelLayout, job: Job) -> dict[Domain, int]:
+    """Return over how many ranks ZeRO splits the parameters of each domain."""
+    assert layout.dp is not None
+    if not layout.zero:
+        return {"dense": 1, "expert": 1}
+    experts = layout.edp // job.dp_replicate if layout.edp > 1 else 1
+    return {"dense": layout.dp * layout.cp // job.dp_replicate, "expert": experts}
+
+
+def hold(config: ModelConfig, kind: Kind, layout: ParallelLayout, job: Job) -> Holding:
+    """Return what the fullest rank holds of one layer or end of the model.
 
     Args:
         config: the model.
         kind: which part.
         layout: resolved.
-        lora_rank: of adapters.
+        job: the run.
     """
-    assert layout.dp is not None
-    zero = layout.zero > 0
-    replicas = {"dense": layout.dp * layout.cp if zero else 1, "expert": layout.edp if zero else 1}
+    replicas, full = zero_ranks(layout, job), job.mode == "full"
     found = pieces(config, kind, layout)
-    split = [p for p in found if p.zero_sharded]
-    units = [sum(p.size for p in split if p.domain == domain) for domain in ("dense", "expert")]
+    added = [] if full else adapters(found, job.lora_rank)
+    trained = [p for p in found if p.trained] if full else added
+    split = [p for p in found if p.zero_sharded] if layout.zero else []
+    host = set(split) if job.offload else set()
+    base = job.master_bytes if full else job.compute_bytes
+
+    def rest(piece: Piece) -> int:
+        return piece.at_rest(replicas[piece.domain]) if layout.zero else piece.size
+
+    def width(piece: Piece) -> int:
+        return 4 if piece.fp32 else base
+
+    domains: tuple[Domain, ...] = ("dense", "expert")
+    ends = kind in ("embed", "head")
     return Holding(
-        resting=sum(p.at_rest(replicas[p.domain]) for p in found if not p.fp32),
-        fp32=sum(p.size for p in found if p.fp32),
-        shardable=sum(units),
-        shardable_rest=sum(p.at_rest(replicas[p.domain]) for p in split),
-        unit=max(units),
-        adapters=sum(
-            n * lora_rank * (a + b) for a, b, n in (p.adapted for p in found if p.adapted)
-        ),
-        largest=max(p.at_rest(replicas[p.domain]) for p in found),
+        elements=sum(rest(p) for p in found),
+        weights=float(sum(rest(p) * width(p) for p in found if p not in host)),
+        adapters=float(sum(p.size * 4 for p in added)),
+        gradients=float(sum(rest(p) * width(p) for p in trained if p not in host)),
+        states=sum(_state(p, rest(p), width(p), job, ends) for p in trained if p not in host),
+        trained={d: sum(rest(p) for p in trained if p.domain == d) for d in domains},
+        casts=sum(p.size for p in found if not p.fp32 and p not in split),
+        whole={d: sum(p.size for p in split if p.domain == d) for d in domains},
+        accumulated=sum(p.size - rest(p) for p in split if p.trained) if full else 0,
+        largest=max((p.size for p in trained), default=0),
+        largest_rest=max((rest(p) for p in trained), default=0),
     )
+
+
+def _state(piece: Piece, size: int, width: int, job: Job, ends: bool) -> float:
+    """Return the optimiser's bytes for `size` elements, as `train/optim.py` makes them."""
+    if job.optimizer == "sgd":
+        return float(size * width)
+    each = MOMENT_BYTES[job.moments]
+    if job.moments == "8bit" and (size < _SMALL or size % _BLOCK):
+        each = 4.0
+    matrix = not ends and piece.matrix
+    return size * each * (1 if job.optimizer == "muon" and matrix else 2)
 
 
 def part_flops(config: ModelConfig, kind: Kind, length: int) -> tuple[float, float, float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from moe_tp.errors import ConfigError
 from moe_tp.models.config import ModelConfig
-from moe_tp.parallel.layout import ParallelLayout, Recompute
+from moe_tp.parallel.layout import ParallelLayout, Recompute, check_sharding
 from moe_tp.plan.hardware import Hardware
 from moe_tp.plan.job import Job, check
 from moe_tp.plan.memory import Memory, Planner
@@ -113,7 +113,13 @@ def legal_layouts(
                 refusals.append(Refusal(layout=layout, reason=reason))
         return found, len(refusals)
     degrees = divisors(gpus)
-    plain = replace(job, global_batch=max(job.global_batch, gpus * job.micro_batch))
+    # what depends on several axes at once, or on ZeRO, is asked below
+    plain = replace(
+        job,
+        global_batch=max(job.global_batch, gpus * job.micro_batch),
+        offload=False,
+        dp_replicate=1,
+    )
 
     def alone(**axes: int) -> bool:
         """Whether these degrees are refused by no rule that the others cannot mend."""
@@ -143,13 +149,24 @@ def legal_layouts(
                         if stage % (ep * etp):
                             continue
                         flat = dp * cp == 1 and stage == ep * etp
-                        for zero in (0,) if flat else zeros:
-                            result.append(
-                                ParallelLayout(
-                                    dp=dp, cp=cp, tp=tp, pp=pp, ep=ep, etp=etp, zero=zero
-                                )
+                        for zero in (0,) if flat and not job.offload else zeros:
+                            layout = ParallelLayout(
+                                dp=dp, cp=cp, tp=tp, pp=pp, ep=ep, etp=etp, zero=zero
                             )
+                            if _shards(layout, job):
+                                result.append(layout)
     return result, _count_layouts(gpus) - len(result)
+
+
+def _shards(layout: ParallelLayout, job: Job) -> bool:
+    """Return whether `check_sharding` takes the layout."""
+    if job.dp_replicate == 1 and not job.offload:
+        return True
+    try:
+        check_sharding(layout, job.runtime)
+    except ConfigError:
+        return False
+    return True
 
 
 def _count_layouts(gpus: int) -> int:
@@ -264,27 +281,39 @@ def _least(config: ModelConfig, job: Job, gpus: int, gpu: Hardware) -> Candidate
 
 
 def remedies(config: ModelConfig, job: Job, gpus: int, gpu: Hardware) -> list[str]:
-    """Return what would make the model fit, the cheapest first.
+    """Return what would make the model fit, the cheapest first; each is tried by itself.
 
-    The order is by what it costs the run: recompute (already part of every search), a smaller
-    micro-batch, LoRA instead of full training, 8-bit states, states in host memory, more GPUs.
+    The order is by what it costs the run: recompute is part of every search; a smaller micro-batch
+    and an optimiser that holds nothing besides its states cost next to nothing; narrower states
+    cost some precision; LoRA trains less; host memory costs time; more GPUs cost GPUs.
+
+    Args:
+        config: the model.
+        job: the run.
+        gpus: N.
+        gpu: memory and rates.
     """
-    found = []
     tries: list[tuple[str, Job]] = []
     if job.micro_batch > 1:
-        tries.append(("micro_batch=1", replace(job, micro_batch=1)))
+        tries.append(("train.micro_batch: 1", replace(job, micro_batch=1)))
+    if job.optimizer == "adamw" and job.moments == "float32":
+        if job.kernel == "foreach":
+            tries.append(("train.kernel: fused", replace(job, kernel="fused")))
+        for moments in ("bfloat16", "8bit"):
+            tries.append((f"train.moments: {moments}", replace(job, moments=moments)))
+    if job.mode == "full" and job.master_bytes == 4:
+        low = replace(job, master_bytes=2, moments="bfloat16")
+        tries.append(("bf16 weights and moments (runtime.master_dtype: bfloat16)", low))
     if job.mode == "full":
         tries.append(("LoRA over frozen bf16 weights (--mode lora)", replace(job, mode="lora")))
-        if job.optimizer == "adamw":
-            low = replace(job, optimizer="adamw8bit")
-            tries.append(("8-bit optimiser states (not in this library)", low))
     if not job.offload:
-        tries.append(("weights and states in host memory (offload)", replace(job, offload=True)))
+        away = replace(job, offload=True)
+        tries.append(("weights and states in host memory (runtime.offload: true)", away))
+    found = []
     for what, changed in tries:
         least = _least(config, changed, gpus, gpu)
         if least is not None:
-            gigabytes = least.memory.total / 1e9
-            found.append(f"{what}: {gigabytes:.1f} GB a GPU as {least.layout}")
+            found.append(f"{what}: {least.memory.total / 1e9:.1f} GB a GPU as {least.layout}")
     group = smallest_group(config, job, gpu)
     if group is not None and group[0] > gpus:
         found.append(f"more GPUs: {group[0]} as {group[1].layout}")

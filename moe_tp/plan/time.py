@@ -14,10 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_tp.parallel.layout import ParallelLayout
+from moe_tp.plan.axes import axis_sizes, spans
 from moe_tp.plan.hardware import Hardware
 from moe_tp.plan.memory import Planner, Stage
 from moe_tp.plan.params import Kind, part_flops
-from moe_tp.plan.traffic import Flow, axis_sizes, part_traffic, stage_traffic
+from moe_tp.plan.traffic import Flow, part_traffic, stage_traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class Clock:
             flows = part_traffic(self.planner, kind, layout)
             self._parts[key] = (
                 _compute(self.planner, layout, kind, self.gpu),
-                _communication(flows, layout, self.gpu, 0.0),
+                _communication(flows, layout, self.gpu, 0.0, 1),
             )
         return self._parts[key]
 
@@ -81,7 +82,9 @@ class Clock:
             for axis, more in exposed.items():
                 axes[axis] = axes.get(axis, 0.0) + more * count * micro
         flows = stage_traffic(self.planner, layout, stage)
-        for axis, more in _communication(flows, layout, self.gpu, compute).items():
+        for axis, more in _communication(
+            flows, layout, self.gpu, compute, self.planner.job.dp_replicate
+        ).items():
             axes[axis] = axes.get(axis, 0.0) + more
         return compute, axes
 
@@ -103,7 +106,7 @@ class Clock:
         bubble = (busy - once) * (layout.pp - 1) / micro
         full = job.mode == "full"
         trained = sum(
-            (h.resting + h.fp32 if full else h.adapters) * count
+            sum(h.trained.values()) * count
             for h, count in ((planner.holding(k, layout), n) for k, n in stage.kinds())
         )
         optimizer = trained * 28.0 / self.gpu.bandwidth  # read p, g, m, v; write p, m, v
@@ -153,34 +156,14 @@ def _moved(planner: Planner, layout: ParallelLayout, kind: Kind, tokens: int) ->
     return moved + 3.0 * tokens * config.moe.shared_dim * c
 
 
-def spans(layout: ParallelLayout) -> dict[str, int]:
-    """Return how many neighbouring ranks a group of each axis reaches over."""
-    assert layout.dp is not None
-    stage = layout.stage_size
-    return {
-        "tp": layout.tp,
-        "cp": layout.cp * layout.tp,
-        "cp_tp": layout.cp * layout.tp,
-        "dp": stage,
-        "dp_cp": stage,
-        "stage": stage,
-        "etp": layout.etp,
-        "ep": layout.ep * layout.etp,
-        "edp": stage,
-        "pp": 2 * stage,
-        "pp_ends": layout.world_size,
-        "world": layout.world_size,
-    }
-
-
 def _communication(
-    flows: list[Flow], layout: ParallelLayout, gpu: Hardware, compute: float
+    flows: list[Flow], layout: ParallelLayout, gpu: Hardware, compute: float, replicate: int
 ) -> dict[str, float]:
     """Return exposed seconds by axis, and those that come once a step under `once`."""
     result: dict[str, float] = {}
     if not flows:
         return result
-    reach, sizes = spans(layout), axis_sizes(layout)
+    reach, sizes = spans(layout, replicate), axis_sizes(layout, replicate)
     hidden = 0.0
     for flow in flows:
         size, span = sizes[flow.axis], reach[flow.axis]

@@ -2,11 +2,11 @@
 
 Letters: T owned tokens · D width · E experts · K choices · c bytes of an activation.
 
-The list below is the library's own algorithms read off one by one, so that without recompute it
-equals what `record_traffic` counts for the tp, dp, edp and stage axes. Rows of a dispatch are an
-expectation (uniform choices). What `fully_shard` sends (op `fsdp`) and pipeline sends (op `send`)
-are not in that log. With recompute a layer's forward collectives are counted twice; the library may
-stop a second run early and send a little less.
+The list below is the library's own algorithms read off one by one. With the rows of a dispatch as
+they are (an expectation for uniform choices, exact where every token goes everywhere) it equals
+what is counted: what `record_traffic` logs, what `fully_shard` gathers and sums (op `fsdp`), and
+what pipeline stages send (op `send`). A second run of a layer under recompute sends again what is
+not kept.
 
 | where             | forward                                | backward                          |
 |-------------------|----------------------------------------|-----------------------------------|
@@ -27,9 +27,14 @@ from moe_tp.models.config import ModelConfig
 from moe_tp.parallel.collectives import Phase
 from moe_tp.parallel.context.sequence import padded_length
 from moe_tp.parallel.layout import ParallelLayout
+from moe_tp.parallel.mesh import Domain
+from moe_tp.plan.axes import axis_sizes
 from moe_tp.plan.job import Job
 from moe_tp.plan.memory import Planner, Stage
-from moe_tp.plan.params import Kind, adapters
+from moe_tp.plan.params import Kind, zero_ranks
+
+_SHARDS: dict[Domain, str] = {"dense": "shard", "expert": "expert_shard"}
+_COPIES: dict[Domain, str] = {"dense": "replicate", "expert": "expert_replicate"}
 
 
 class Flow(NamedTuple):
@@ -71,25 +76,6 @@ class _Sum:
             Flow(axis, op, phase, sent, self.calls[axis, op, phase, once], once)
             for (axis, op, phase, once), sent in self.sent.items()
         ]
-
-
-def axis_sizes(layout: ParallelLayout) -> dict[str, int]:
-    """Return the ranks along each axis."""
-    assert layout.dp is not None
-    return {
-        "dp": layout.dp,
-        "cp": layout.cp,
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "ep": layout.ep,
-        "etp": layout.etp,
-        "edp": layout.edp,
-        "dp_cp": layout.dp * layout.cp,
-        "cp_tp": layout.cp * layout.tp,
-        "stage": layout.stage_size,
-        "pp_ends": min(2, layout.pp),
-        "world": layout.world_size,
-    }
 
 
 def reduced(size: int, ranks: int) -> int:
@@ -285,38 +271,46 @@ def _dispatch(planner: Planner, layout: ParallelLayout, total: _Sum, again: int)
     rows = tokens * planner.rows(ep)  # that arrive at this rank, on average
     pairs = float(tokens * config.moe.router.top_k)
     away, others = (ep - 1) / ep, etp - 1
+    # Selective recompute keeps what arrived; sums on their way back are never sent again.
+    if job.recompute == "selective":
+        again = 1
     if ep > 1:
-        forward = 16.0 * (ep - 1) + 6 * pairs * away + rows * away * dim * (c + 4)
-        total.add("ep", "all_to_all", "forward", forward * again, 4 * again)
+        there = 16.0 * (ep - 1) + 6 * pairs * away + rows * away * dim * c
+        forward = there * again + rows * away * dim * 4
+        total.add("ep", "all_to_all", "forward", forward, 3 * again + 1)
         backward = 4 * pairs * away + 2 * rows * away * dim * c
         total.add("ep", "all_to_all", "backward", backward, 3)
     if etp > 1:
         gathered = others * (16.0 + pairs * 6 + rows * dim * c)
         total.add("etp", "all_gather", "forward", gathered * again, 4 * again)
-        total.add("etp", "reduce_scatter", "forward", others * rows * dim * 4 * again, again)
+        total.add("etp", "reduce_scatter", "forward", others * rows * dim * 4)
         summed = others * (pairs * 4 + rows * dim * c)
         total.add("etp", "reduce_scatter", "backward", summed, 2)
         total.add("etp", "all_gather", "backward", others * rows * dim * c)
 
 
 def _zero(planner: Planner, layout: ParallelLayout, stage: Stage, total: _Sum, micro: int) -> None:
-    """Add what `fully_shard` gathers and sums."""
+    """Add what `fully_shard` gathers and sums: stages 1 and 2 gather once a step."""
     if not layout.zero:
         return
-    job, sizes = planner.job, axis_sizes(layout)
-    full = job.mode == "full"
+    job, copies = planner.job, planner.job.dp_replicate
+    full, replicas = job.mode == "full", zero_ranks(layout, job)
+    gathers = micro if layout.zero == 3 else 1
+    sums = 1 if layout.zero == 1 else micro
     for kind, count in stage.kinds():
         for domain, elements in planner.units(kind, layout):
-            axis = "edp" if domain == "expert" else "dp_cp"
-            part = (sizes[axis] - 1) / sizes[axis]
-            whole = elements * job.compute_bytes * part * count * micro
-            total.add(axis, "fsdp", "forward", whole, count * micro)
+            size = replicas[domain]
+            axis, across = _SHARDS[domain], _COPIES[domain]
+            split = elements * (size - 1) / size * count
+            whole = split * job.compute_bytes
+            total.add(axis, "fsdp", "forward", whole * gathers, count * gathers)
             if layout.zero == 3:
-                total.add(axis, "fsdp", "backward", whole, count * micro)
+                total.add(axis, "fsdp", "backward", whole * micro, count * micro)
             if full:
-                turns = 1 if layout.zero == 1 else micro
-                sent = elements * 4.0 * part * count * turns
-                total.add(axis, "fsdp", "backward", sent, count * turns)
+                total.add(axis, "fsdp", "backward", split * 4.0 * sums, count * sums)
+            if full and copies > 1 and not (domain == "expert" and layout.edp == 1):
+                owed = 2.0 * 4.0 * elements / size * (copies - 1) / copies * count
+                total.add(across, "all_reduce", "backward", owed, count, once=True)
 
 
 def _settle(planner: Planner, layout: ParallelLayout, stage: Stage, total: _Sum) -> None:
@@ -324,7 +318,7 @@ def _settle(planner: Planner, layout: ParallelLayout, stage: Stage, total: _Sum)
     sizes = axis_sizes(layout)
     owed: dict[tuple[str, ...], int] = defaultdict(int)
     for kind, count in stage.kinds():
-        for axes, size in _owed(planner, kind, layout).items():
+        for axes, size in planner.owed(kind, layout).items():
             owed[axes] += count * size
     for axes, size in owed.items():
         for axis in axes:
@@ -332,30 +326,6 @@ def _settle(planner: Planner, layout: ParallelLayout, stage: Stage, total: _Sum)
                 calls = -(-size // (64 << 20))
                 sent = reduced(size, sizes[axis])
                 total.add(axis, "all_reduce", "forward", sent, calls, once=True)
-
-
-def _owed(planner: Planner, kind: Kind, layout: ParallelLayout) -> dict[tuple[str, ...], int]:
-    """Return the bytes of one part's gradients that owe a sum, by axes."""
-    key = (kind, layout.tp, layout.ep, layout.etp, layout.pp > 1, layout.zero > 0)
-    found = planner.owed.get(key)
-    if found is None:
-        found = defaultdict(int)
-        trained = planner.pieces(kind, layout)
-        if planner.job.mode == "lora":
-            trained = adapters(trained, planner.job.lora_rank)
-        for piece in trained:
-            if not piece.trained or (layout.zero and piece.zero_sharded):
-                continue
-            axes: tuple[str, ...]
-            if piece.domain == "expert":
-                axes = ("edp", "etp") if piece.partial else ("edp",)
-            else:
-                axes = ("stage",) if piece.partial and not piece.split else ("dp_cp",)
-            if piece.copies > 1:
-                axes += ("pp_ends",)
-            found[axes] += 4 * piece.size
-        planner.owed[key] = found
-    return found
 
 
 def by_axis(flows: list[Flow]) -> dict[str, float]:
@@ -368,7 +338,6 @@ def by_axis(flows: list[Flow]) -> dict[str, float]:
 
 __all__ = [
     "Flow",
-    "axis_sizes",
     "by_axis",
     "part_traffic",
     "reduced",
