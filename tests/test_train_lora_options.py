@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_cases import hub_config
 from test_train_lora import (
     Layout,
     adapted,
@@ -15,13 +16,17 @@ from test_train_lora import (
     close,
     gather,
     make,
+    randomise,
     run_step,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moe_tp.errors import CheckpointError, ConfigError
-from moe_tp.models import from_pretrained, save_pretrained
+from moe_tp.models import ModelConfig, build, from_pretrained, save_pretrained
 from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.gradients import settle_gradients
+from moe_tp.parallel.layout import Runtime
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import local_index, to_local
 from moe_tp.parallel.random import fill_normal, key_of
@@ -152,6 +157,68 @@ def test_adapters_of_some_experts() -> None:
         assert [e for e, m in enumerate(moved) if m] == [0, 3], fqn
     for got in run_ranks(subset_steps, 4, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, (0, 3)):
         assert all(close(got[n], one[n], 1e-8) for n in got)
+
+
+class Made(TorchDispatchMode):
+    """The largest tensor that an operation made anew, beside what was there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(  # type: ignore[no-untyped-def]
+        self, func, types, args=(), kwargs=None
+    ):
+        out = func(*args, **(kwargs or {}))
+        # a DTensor's operation comes by again as one of its local tensors
+        kinds = [[x for x in tree_leaves(tree) if type(x) is torch.Tensor] for tree in (args, out)]
+        known = {x.untyped_storage()._cdata for x in kinds[0]}
+        new = (x.untyped_storage() for x in kinds[1])
+        self.largest = max(
+            [self.largest, *(storage.nbytes() for storage in new if storage._cdata not in known)]
+        )
+        return out
+
+
+@pytest.mark.parametrize("backend", ["sliced", "grouped_mm"])
+def test_no_copy_of_expert_weights(backend: str) -> None:
+    """G4: forward and backward make nothing as large as one expert's matrix."""
+    hub = {
+        "model_type": "mixtral",
+        "vocab_size": 32,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+    }
+    mesh = Mesh.single(Runtime(experts=backend))
+    model = build(ModelConfig.from_hub(hub), mesh, seed=0)
+    apply_lora(model, LoRAConfig(rank=2, alpha=4.0))
+    ids = torch.arange(12).view(2, 6)
+    with Made() as made:
+        out = model(ids, labels=ids)
+        out.loss.backward()
+    assert 0 < made.largest < 128 * 256 * 4, made.largest
+
+
+@pytest.mark.parametrize("rank", [1, 3, 4])
+def test_any_rank_in_grouped_products(rank: int) -> None:
+    """D1: torch's grouped products want rows of 16 bytes; adapters of any rank get them."""
+    results = []
+    for backend in ("loop", "grouped_mm"):
+        config = ModelConfig.from_hub({**hub_config("mixtral"), "hidden_size": 32})
+        model = build(config, Mesh.single(Runtime(experts=backend)), seed=0)
+        apply_lora(model, LoRAConfig(rank=rank, alpha=4.0, targets=("experts",)))
+        randomise(model)
+        out = forward_backward(model, batches(None, 1))
+        settle_gradients(model)
+        results.append((out.loss, gather(model, "grad")))
+    (loss, grads), (other, others) = results
+    assert close(other, loss, 1e-5)
+    assert all(close(others[n], grads[n], 1e-5) for n in grads)
 
 
 # --- the wide sweep -----------------------------------------------------------------------------

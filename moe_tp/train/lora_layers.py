@@ -201,6 +201,19 @@ class ExpertLowRank(ParallelModule):
 
     def terms(self) -> LowRank:
         """Return this rank's low-rank terms in the compute dtype."""
-        dtype = self.mesh.runtime.compute_dtype or self._base_dtype
+        runtime = self.mesh.runtime
+        dtype = runtime.compute_dtype or self._base_dtype
         factors = {name: self.local(name).to(dtype) for name in self.specs}
+        if runtime.experts == "grouped_mm" or self.mesh.device.type == "cuda":
+            factors = {name: _aligned(name, value) for name, value in factors.items()}
         return LowRank(scale=self.scale, **factors)
+
+
+def _aligned(name: str, factor: torch.Tensor) -> torch.Tensor:
+    """Return a factor with zeros up to a rank whose rows are multiples of 16 bytes.
+
+    Grouped matrix products of torch take no others.
+    """
+    dim = -2 if name.endswith("_a") else -1
+    missing = -factor.shape[dim] % (16 // factor.element_size())
+    return F.pad(factor, (0, 0, 0, missing) if dim == -2 else (0, missing))
