@@ -127,8 +127,9 @@ def test_a_live_line_in_a_terminal() -> None:
     console = Console(file=out, width=120, force_terminal=True)
     with ProgressLine(2, console=console) as progress:
         progress.step(line(1))
-        progress.step(line(2))
+        progress.step(line(2, memory_gib=1.25))
     assert "step 2/2" in out.getvalue()
+    assert "1.25 GiB" in out.getvalue()
 
 
 def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:

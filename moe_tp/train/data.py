@@ -65,12 +65,15 @@ def load_rows(
         made = make_rows(documents, config.seq_len, packing=config.packing, long=config.long)
         made.save(folder)
 
-    _together(prepare, mesh)
-    return _together(lambda: Rows.load(folder), mesh)
+    data_together(prepare, mesh)
+    return data_together(lambda: Rows.load(folder), mesh)
 
 
-def _together(work: Callable[[], T], mesh: Mesh) -> T:
-    """Return `work()`, or raise DataError on every rank if it failed on any."""
+def data_together(work: Callable[[], T], mesh: Mesh) -> T:
+    """Return `work()`, or raise DataError on every rank if it failed on any.
+
+    Collectives: an agreement over the world.
+    """
     try:
         return together(work, mesh.group("world"), mesh.device)
     except CheckpointError as error:
@@ -110,7 +113,7 @@ def _fingerprint(
         text = json.dumps([settings, stats, vocab_size], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    name = _together(describe, mesh)
+    name = data_together(describe, mesh)
     mesh.agree("the data files", name)
     return name
 

@@ -94,10 +94,11 @@ def describe(line: Mapping[str, Any], steps: int, left: float) -> str:
         steps: of the whole run.
         left: seconds to its end.
     """
+    memory = f"{line['memory_gib']:.2f} GiB  " if "memory_gib" in line else ""
     return (
         f"step {line['step']}/{steps}  loss {line['loss']:.4f}  "
-        f"{line['tokens_per_second']:,.0f} tokens/s  balance {line['max_load_ratio']:.2f}  "
-        f"{clock(left)} left"
+        f"{line['tokens_per_second']:,.0f} tokens/s  {memory}"
+        f"balance {line['max_load_ratio']:.2f}  {clock(left)} left"
     )
 
 

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 
-from moe_tp.checkpoint.agree import gather_json, together
+from moe_tp.checkpoint.agree import gather_json
 from moe_tp.errors import ConfigError, DataError
 from moe_tp.models.tokens import IGNORE
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.train.config import DataConfig
-from moe_tp.train.data import Batch, epoch_order
+from moe_tp.train.data import Batch, data_together, epoch_order
 from moe_tp.train.documents import Document, DocumentMaker
 from moe_tp.train.files import list_files, read_records
 from moe_tp.train.rows import Counts, Ints, Rows, make_rows
@@ -145,10 +145,15 @@ class WindowStream:
         self._thread: ThreadPoolExecutor | None = None
         self._pending: tuple[tuple[int, int], Future[Window]] | None = None
         self._old: list[Path] = []
-        if mesh.rank == 0:
-            shutil.rmtree(cache, ignore_errors=True)
-            self._maker = WindowMaker(config, model_folder, vocab_size, cache)
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="moe_tp data")
+
+        def prepare() -> None:
+            if mesh.rank == 0:
+                list_files(config.train)
+                shutil.rmtree(cache, ignore_errors=True)
+                self._maker = WindowMaker(config, model_folder, vocab_size, cache)
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="moe_tp data")
+
+        data_together(prepare, mesh)
         self._rows: Rows | None = None  # of the current window; None: it has none
         self._order: Ints | None = None
         self._open_now = self._last = False
@@ -235,7 +240,7 @@ class WindowStream:
             self._pending = (following, self._thread.submit(self._maker.make, *following))
             return asdict(made)
 
-        found = gather_json(together(wait, world, device), world, device)[0]
+        found = gather_json(data_together(wait, self.mesh), world, device)[0]
         made = Window(**found)
         self._open_now, self._last, self._rows = True, made.last, None
         if place[1] == 0:
@@ -247,7 +252,7 @@ class WindowStream:
         if made.folder is None:
             return
         folder = Path(made.folder)
-        self._rows = rows = together(lambda: Rows.load(folder), world, device)
+        self._rows = rows = data_together(lambda: Rows.load(folder), self.mesh)
         self._old.append(folder)
         self._epoch_rows += len(rows)
         self.counts = _sum(self.counts, rows.counts)
