@@ -28,7 +28,7 @@ from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.gradients import settle_gradients
 from moe_tp.parallel.layout import Runtime
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import local_index, to_local
+from moe_tp.parallel.parameter import local_index, named_specs, to_local
 from moe_tp.parallel.random import fill_normal, key_of
 from moe_tp.testing import run_ranks
 from moe_tp.train import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter
@@ -49,8 +49,17 @@ def stretch(model: Decoder) -> Decoder:
     return model
 
 
+def with_biases(model: Decoder) -> Decoder:
+    """Return the model with biases that are not zero, alike in every layout."""
+    for entry in named_specs(model):
+        if entry.fqn.endswith(".bias"):
+            index = local_index(entry.param, entry.spec)
+            fill_normal(to_local(entry.param), key_of(entry.fqn), index, entry.spec.shape, 0.3)
+    return model
+
+
 def dora_step(layout: Layout, case: str) -> dict[str, Any]:
-    model = stretch(adapted(layout, case, dora=True, targets=("attention",)))
+    model = with_biases(stretch(adapted(layout, case, dora=True, targets=("attention",))))
     ids = batches(None, 1)[0]["input_ids"]
     model.eval()
     with torch.no_grad():
@@ -306,8 +315,8 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 def test_peft_reads_it(case: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """G4: PEFT's logits on transformers' model are ours, scaled and stretched."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    save_pretrained(make({}, case, torch.float32), tmp_path / "model")
-    model = stretch(adapted({}, case, dtype=torch.float32, **changes)).eval()
+    save_pretrained(with_biases(make({}, case, torch.float32)), tmp_path / "model")
+    model = stretch(with_biases(adapted({}, case, dtype=torch.float32, **changes))).eval()
     save_adapter(model, tmp_path / "adapter")
     ids = batches(None, 1)[0]["input_ids"]
     hub = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
