@@ -46,7 +46,8 @@ def family(model_type: str) -> Family:
         ConfigError: it is not supported.
     """
     if model_type not in _MODULES:
-        reason = f" ({_NOT_YET[model_type]})" if model_type in _NOT_YET else ""
+        lacks = _NOT_YET.get(model_type.removesuffix("_text"))
+        reason = f" ({lacks})" if lacks else ""
         raise ConfigError(
             f"model_type={model_type!r} is not supported{reason}; supported: {', '.join(_MODULES)}"
         )

@@ -11,6 +11,7 @@ from moe_tp.errors import ConfigError
 from moe_tp.models.config import ModelConfig, RopeConfig
 
 _REQUIRED: Any = object()
+_TIE = "tie_word_embeddings"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,8 @@ class HubFields:
             ConfigError: it is absent or null and has no default.
         """
         value = self.config.get(name)
+        if value is None and name == _TIE:  # wrappers keep this flag with their language model
+            value = (self.config.get("text_config") or {}).get(name)
         if value is not None:
             return value
         if default is _REQUIRED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,17 +14,19 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec
 import pytest
 import torch
-from checkpoint_toy import Toy, hub_tensors, toy_rules, write_folder
+from checkpoint_toy import Toy, hub_tensors, make_mesh, toy_rules, write_folder
 
 from moe_tp.checkpoint import HubFolder, export_folder, load_into
 from moe_tp.checkpoint.remote import FsspecStorage
 from moe_tp.errors import CheckpointError
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import to_local
+from moe_tp.testing import run_ranks
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TESTS = Path(__file__).parent
@@ -156,77 +159,66 @@ def hub(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     server.server_close()
 
 
-def client(
-    code: str, endpoint: str, cache: Path, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own: the hub's client reads its settings at import."""
+@contextlib.contextmanager
+def joined(endpoint: str, cache: str, offline: bool = False) -> Iterator[None]:
+    """Point the hub's client of this process at a server and a cache of its own."""
+    from huggingface_hub import HfFileSystem, close_session, constants
+
     settings = {
-        **os.environ,
-        "HF_ENDPOINT": endpoint,
-        "HF_HOME": str(cache),
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-        "NO_PROXY": "127.0.0.1",
-        **environment,
+        "ENDPOINT": endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": cache,
+        "HF_HUB_OFFLINE": offline,
+        "HF_HUB_DISABLE_XET": True,
     }
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "HF_TOKEN"):
-        if name not in environment:
-            settings.pop(name, None)
-    return subprocess.run(
-        [sys.executable, "-c", code], env=settings, capture_output=True, text=True, timeout=120
-    )
+    environment = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    with mock.patch.multiple(constants, **settings), mock.patch.dict(os.environ, environment):
+        HfFileSystem.clear_instance_cache()
+        close_session()
+        try:
+            yield
+        finally:
+            HfFileSystem.clear_instance_cache()
+            close_session()
 
 
-LOAD = """
-import torch
-from checkpoint_toy import *
-from moe_tp.checkpoint import HubFolder, load_into
-from moe_tp.parallel.parameter import to_local
-tensors = hub_tensors(toy_rules(6))
-folder = HubFolder("owner/name")
-model = Toy(Mesh.single())
-load_into(model, folder, toy_rules(6))
-assert torch.equal(to_local(model.q.weight), tensors["q.weight"])
-print("loaded", folder.where)
-"""
-
-RANKS = """
-import torch
-import test_checkpoint_remote as here
-from moe_tp.testing import run_ranks
-if __name__ == "__main__":
-    print(run_ranks(here.needs_one_shard, 2))
-"""
+def load_all(endpoint: str, cache: str, offline: bool = False) -> str:
+    """Load the repository's folder; return where it says that it came from."""
+    with joined(endpoint, cache, offline):
+        folder = HubFolder("owner/name")
+        model = Toy(Mesh.single())
+        load_into(model, folder, toy_rules(6))
+    wanted = hub_tensors(toy_rules(6))["q.weight"]
+    assert torch.equal(to_local(model.q.weight), wanted)  # type: ignore[arg-type]
+    return folder.where
 
 
-def needs_one_shard() -> list[str]:
+def needs_one_shard(endpoint: str, cache: str) -> list[str]:
     """Read a tensor of one shard on both ranks; return the weight files in the cache."""
-    from checkpoint_toy import make_mesh
-
     mesh = make_mesh(2, tp=2)
-    folder = HubFolder("owner/name")
-    file = folder.find("q.weight").data.file
-    folder.storage.prepare([file], mesh.group("world"), mesh.device)
-    assert torch.equal(folder.read_slice("q.weight"), hub_tensors(toy_rules(6))["q.weight"])
-    cached = Path(os.environ["HF_HOME"]).glob("hub/models--owner--name/snapshots/*/*.safetensors")
+    with joined(endpoint, cache):
+        folder = HubFolder("owner/name")
+        file = folder.find("q.weight").data.file
+        folder.storage.prepare([file], mesh.group("world"), mesh.device)
+        assert torch.equal(folder.read_slice("q.weight"), hub_tensors(toy_rules(6))["q.weight"])
+    cached = Path(cache).glob("models--owner--name/snapshots/*/*.safetensors")
     return [entry.name for entry in cached]
 
 
 def test_hub_id(hub: tuple[str, list[str]], tmp_path: Path) -> None:
     """K6: headers by range, each shard once, later from the cache, also with the hub gone."""
     endpoint, log = hub
-    first = client(LOAD, endpoint, tmp_path / "hf")
-    assert "loaded owner/name" in first.stdout, first.stderr
+    cache = str(tmp_path / "cache")
+    assert load_all(endpoint, cache) == "owner/name"
     whole = [line for line in log if line.startswith("GET") and line.endswith(".safetensors")]
     assert len(whole) == len(set(whole)) == 3
     assert any("bytes=0-" in line for line in log)
     log.clear()
-    again = client(LOAD, endpoint, tmp_path / "hf")
-    assert "loaded" in again.stdout, again.stderr
+    load_all(endpoint, cache)
     assert not [line for line in log if line.startswith("GET") and "safetensors" in line]
-    offline = client(LOAD, endpoint, tmp_path / "hf", HF_HUB_OFFLINE="1")
-    assert "loaded" in offline.stdout, offline.stderr
+    log.clear()
+    load_all(endpoint, cache, offline=True)
+    assert not log
 
 
 def test_hub_downloads_once_for_all_ranks_and_only_what_they_need(
@@ -234,15 +226,30 @@ def test_hub_downloads_once_for_all_ranks_and_only_what_they_need(
 ) -> None:
     """K6: two ranks of one machine, one shard needed: one download, one file in the cache."""
     endpoint, log = hub
-    done = client(RANKS, endpoint, tmp_path / "hf")
-    assert re.search(r"\[\['model-0000\d-of-00003.safetensors'\], \[", done.stdout), done.stderr
+    for cached in run_ranks(needs_one_shard, 2, endpoint, str(tmp_path / "cache")):
+        assert len(cached) == 1
+        assert re.fullmatch(r"model-0000\d-of-00003\.safetensors", cached[0])
     assert len([x for x in log if x.startswith("GET") and x.endswith(".safetensors")]) == 1
 
 
-def test_hub_errors_are_one_sentence(hub: tuple[str, list[str]], tmp_path: Path) -> None:
-    """K2: an unknown repository."""
-    endpoint, _ = hub
+def test_hub_settings_come_from_the_environment(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    """K2: in a process of its own, by HF_ENDPOINT: an unknown repository is one sentence."""
+    endpoint, log = hub
+    settings = {
+        **os.environ,
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "PYTHONPATH": str(TESTS.parent),
+        "NO_PROXY": "127.0.0.1",
+    }
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "HF_TOKEN"):
+        settings.pop(name, None)
     code = "from moe_tp.checkpoint import HubFolder\nHubFolder('owner/other')"
-    done = client(code, endpoint, tmp_path / "hf")
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=settings, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode != 0
     assert re.search(r"CheckpointError: owner/other: \w*NotFound", done.stderr), done.stderr
+    assert log

@@ -1,39 +1,26 @@
-"""Saving: whole or not at all, in the right dtypes, with bounded memory."""
+"""Saving and exporting: in the right dtypes and formats, with what must come along."""
 
 from __future__ import annotations
 
-import errno
-import io
 import json
-import os
-import random
-import signal
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoint_toy import Toy, hub_tensors, make_mesh, toy_rules, write_folder
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from moe_tp.checkpoint import (
-    HubFolder,
-    Quantise,
-    atomic,
-    export_folder,
-    load_into,
-    save_hub,
-    writer,
-)
+from moe_tp.checkpoint import HubFolder, Quantise, export_folder, load_into, save_hub
 from moe_tp.checkpoint.files import parse_size
 from moe_tp.checkpoint.inspect import inspect_folder
 from moe_tp.checkpoint.rules import ExpertFormat
-from moe_tp.errors import CheckpointError, ConfigError
+from moe_tp.errors import ConfigError
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import to_local
-from moe_tp.testing import run_crash, run_ranks
+from moe_tp.testing import run_ranks
 
 
 def constant(model: nn.Module, value: float) -> None:
@@ -53,199 +40,6 @@ def value_of(path: Path) -> float:
     values = {float(v) for p in model.parameters() for v in to_local(p).flatten()}
     assert len(values) == 1
     return values.pop()
-
-
-def count_events(limit: int) -> Callable[[], int]:
-    """Make this process kill itself at its `limit`-th write, sync or rename; return the counter."""
-    seen = 0
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal seen
-            seen += 1
-            if seen == limit:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return call
-
-    os.fsync = counted(os.fsync)
-    os.rename = counted(os.rename)
-    os.unlink = counted(os.unlink)
-    atomic.shutil.rmtree = counted(atomic.shutil.rmtree)  # type: ignore[attr-defined]
-    atomic._exchange = counted(atomic._exchange)
-    writer._Output._write = counted(writer._Output._write)  # type: ignore[method-assign]
-    return lambda: seen
-
-
-def in_child(work: Callable[[], None]) -> int:
-    """Return the wait status of a forked child that ran `work`."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitpid(child, 0)[1]
-
-
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """K5: SIGKILL at 20 moments of a save over an older checkpoint: one of both loads, whole,
-    and whatever else lies there is refused by name."""
-    target = tmp_path / "ckpt"
-    old, new = Toy(Mesh.single()), Toy(Mesh.single())
-    constant(old, 1.0)
-    constant(new, 2.0)
-    save(old, target)
-    total_file = tmp_path / "events"
-
-    def counting() -> None:
-        seen = count_events(-1)
-        save(new, tmp_path / "other")
-        save(new, tmp_path / "other")
-        total_file.write_text(str(seen() // 2 + 2))
-
-    assert in_child(counting) == 0
-    total = int(total_file.read_text())
-    moments = sorted(random.Random(0).sample(range(1, total - 8), 12))
-    seen_values = set()
-    for moment in [*moments, *range(total - 8, total + 99)]:
-
-        def killed(moment: int = moment) -> None:
-            count_events(moment)
-            save(new, target)
-
-        status = in_child(killed)
-        assert os.WIFSIGNALED(status) or status == 0
-        value = value_of(target)
-        seen_values.add(value)
-        for left in tmp_path.glob(".ckpt*"):
-            try:  # whole, between the last sync and the rename, or refused
-                assert value_of(left) == 2.0
-            except CheckpointError as error:
-                if "unfinished save" not in str(error):
-                    raise
-        if value == 2.0 or moment % 3 == 0:
-            save(old, target)  # a save on this machine cleans up after a dead one
-            assert not list(tmp_path.glob(".ckpt*"))
-        assert value_of(target) == 1.0
-        if status == 0:
-            break
-    assert seen_values == {1.0, 2.0}
-
-
-def killed_rank(path: str) -> str:
-    import torch.distributed as dist
-
-    model = Toy(make_mesh(2, ep=2))
-    constant(model, 2.0)
-    if dist.get_rank() == 1:
-        count_events(3)
-    save(model, path)
-    return "done"
-
-
-def test_one_rank_of_two_is_killed(tmp_path: Path) -> None:
-    """K5, F1: the other rank ends too, and the older checkpoint is untouched."""
-    target = tmp_path / "ckpt"
-    old = Toy(Mesh.single())
-    constant(old, 1.0)
-    save(old, target)
-    report = run_crash(killed_rank, 2, str(target), timeout=60.0)
-    assert report.exit_codes[1] == -signal.SIGKILL
-    assert report.exit_codes[0] != 0
-    assert report.results[0] is None
-    assert not report.timed_out[0]
-    assert value_of(target) == 1.0
-
-
-class _Full(io.FileIO):
-    """A file on a disk with 700 bytes left."""
-
-    room = 700
-
-    def write(self, data: Any) -> int:
-        part = memoryview(data)[: _Full.room]
-        if not len(part):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        _Full.room -= len(part)
-        return super().write(part)
-
-
-def disk_full(path: str, world: int, layout: dict[str, int]) -> str:
-    model = Toy(make_mesh(world, **layout))
-    constant(model, 2.0)
-    rank = 0
-    if world > 1:
-        import torch.distributed as dist
-
-        rank = dist.get_rank()
-    before = writer.io.FileIO  # type: ignore[attr-defined]
-    if rank == world - 1:
-        _Full.room = 700
-        writer.io.FileIO = _Full  # type: ignore[attr-defined,misc]
-    try:
-        with pytest.raises(CheckpointError) as caught:
-            save(model, path)
-    finally:
-        writer.io.FileIO = before  # type: ignore[attr-defined,misc]
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {"ep": 2})])
-def test_disk_full(tmp_path: Path, world: int, layout: dict[str, int]) -> None:
-    """K5: every rank raises, naming the rank and the cause; nothing is left, the old one loads."""
-    target = tmp_path / "ckpt"
-    old = Toy(Mesh.single())
-    constant(old, 1.0)
-    save(old, target)
-    for message in run_ranks(disk_full, world, str(target), world, layout):
-        assert "No space left on device" in message
-        assert message.startswith("rank 1: ") or world == 1
-    assert value_of(target) == 1.0
-    assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
-
-
-def test_no_room_is_told_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """K5: bytes needed and free are compared first."""
-    usage = type("Usage", (), {"free": 100})
-    monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: usage)  # type: ignore[attr-defined]
-    with pytest.raises(CheckpointError, match=r"expected room for \d+ bytes, found 100 free"):
-        save(Toy(Mesh.single()), tmp_path / "ckpt")
-    assert not list(tmp_path.iterdir())
-
-
-def test_targets_that_would_lose_something(tmp_path: Path) -> None:
-    """K5: a file, or a folder that is no model folder, is never replaced."""
-    model = Toy(Mesh.single())
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="found a file"):
-        save(model, tmp_path / "file")
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "thesis.tex").write_text("x")
-    with pytest.raises(CheckpointError, match=r"found 'thesis\.tex' in it"):
-        save(model, tmp_path / "home")
-    constant(model, 1.0)
-    save(model, tmp_path / "ckpt")
-    (tmp_path / "ckpt" / "runs").mkdir()
-    with pytest.raises(CheckpointError, match="found 'runs' in it"):
-        save(model, tmp_path / "ckpt")
-    (tmp_path / "empty").mkdir()
-    save(model, tmp_path / "empty")
-    assert value_of(tmp_path / "empty") == 1.0
-
-
-def test_without_an_exchange_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """K5: systems that cannot swap two names in one step rename twice."""
-    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
-    model = Toy(Mesh.single())
-    for value in (1.0, 2.0):
-        constant(model, value)
-        save(model, tmp_path / "ckpt")
-        assert value_of(tmp_path / "ckpt") == value
-    assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
 
 
 def test_saving_over_the_source_keeps_what_it_carries(tmp_path: Path) -> None:
@@ -401,6 +195,26 @@ def test_inspect(tmp_path: Path) -> None:
     assert found["dtypes"] == {"BF16": total + 15 - 6, "F32": 6}
     assert found["bytes"] == sum(f.stat().st_size for f in path.glob("*.safetensors"))
     json.dumps(found)
+
+
+def test_inspect_of_many_files_is_quick_and_names_problems(tmp_path: Path) -> None:
+    """K2: 500 shards are inspected within seconds, and all that is wrong is listed by file."""
+    names = [f"model-{n:05d}-of-00500.safetensors" for n in range(1, 501)]
+    for number, name in enumerate(names):
+        save_file({f"layers.{number}.w": torch.ones(4)}, tmp_path / name)
+    weight_map = {f"layers.{n}.w": name for n, name in enumerate(names)}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text('{"model_type": "toy"}')
+    start = time.monotonic()
+    found = inspect_folder(tmp_path)
+    assert time.monotonic() - start < 5.0
+    assert (found["files"], found["tensors"], found["problems"]) == (500, 500, [])
+    (tmp_path / names[7]).unlink()
+    (tmp_path / names[300]).write_bytes((tmp_path / names[300]).read_bytes()[:-3])
+    problems = inspect_folder(tmp_path)["problems"]
+    assert len(problems) == 2
+    assert all(any(names[n] in text for text in problems) for n in (7, 300))
 
 
 @pytest.mark.parametrize(

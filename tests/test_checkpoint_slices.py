@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoint_toy import Toy, hub_tensors, make_mesh, toy_rules, write_folder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from safetensors.torch import save_file
 
 from moe_tp.checkpoint import HubFolder, load, load_into, save_hub, supply, writer
+from moe_tp.checkpoint.progress import Bar
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import to_local
 from moe_tp.testing import run_ranks
@@ -150,3 +154,27 @@ def test_progress_reaches_its_end(tmp_path: Path) -> None:
         run(lambda done, total, seen=seen: seen.append((done, total)))  # type: ignore[misc]
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
         assert seen[-1][0] == seen[-1][1] > 0
+
+
+def shown(terminal: bool, progress: bool | None, rank: int = 0, **options: Any) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=100)
+    with Bar("loading", rank, progress, console=console, **options) as bar:
+        for done in range(0, 5_000_000_001, 500_000_000):
+            bar(done, 5_000_000_000)
+    return out.getvalue()
+
+
+def test_a_bar_shows_bytes_and_time_left() -> None:
+    """Bytes done and in all, and the time left: in a terminal or on request, on rank 0 only."""
+    bar = shown(True, None, delay=0.0)
+    assert "loading" in bar
+    assert "5.0 GB" in bar
+    assert "0:00:00" in bar
+    lines = shown(False, True, every=0.0).splitlines()
+    assert lines[1] == "loading: 0.50 of 5.00 GB, 0 s left"
+    assert len(lines) == 11
+    assert shown(False, True, every=60.0).splitlines() == ["loading: 5.00 of 5.00 GB, 0 s left"]
+    for quiet in (shown(False, None), shown(True, False), shown(True, True, rank=1)):
+        assert quiet == ""
+    assert shown(True, None, delay=60.0) == ""  # done before anybody waits

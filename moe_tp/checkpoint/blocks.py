@@ -30,16 +30,17 @@ Box = tuple[Run, ...]
 
 def runs_of(index: torch.Tensor) -> tuple[Run, ...]:
     """Return the runs of a dimension's logical index, without its padding (-1)."""
-    runs: list[Run] = []
-    start = 0
-    values = index.tolist()
-    for place in range(1, len(values) + 1):
-        if place < len(values) and values[place] == values[place - 1] + 1 and values[start] >= 0:
-            continue
-        if values[start] >= 0:
-            runs.append(Run(start, values[start], place - start))
-        start = place
-    return tuple(runs)
+    if len(index) == 0:
+        return ()
+    before, after = index[:-1], index[1:]
+    cuts = ((after != before + 1) | (before < 0)).nonzero().flatten() + 1
+    starts = [0, *cuts.tolist()]
+    ends = [*starts[1:], len(index)]
+    return tuple(
+        Run(start, value, end - start)
+        for start, end, value in zip(starts, ends, index[starts].tolist(), strict=True)
+        if value >= 0
+    )
 
 
 def boxes_of(index: Sequence[torch.Tensor]) -> list[Box]:

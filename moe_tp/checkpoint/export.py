@@ -26,7 +26,8 @@ from moe_tp.checkpoint.files import (
     plain_tensor,
     plan_files,
 )
-from moe_tp.checkpoint.load import Progress, compare
+from moe_tp.checkpoint.load import compare
+from moe_tp.checkpoint.progress import Bar, Progress
 from moe_tp.checkpoint.reader import HubFolder
 from moe_tp.checkpoint.rules import NameRules, Piece
 from moe_tp.checkpoint.supply import FolderSupply, Route
@@ -49,7 +50,7 @@ def export_folder(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     quantise: Quantise | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> SaveReport:
     """Return what was written to make `target` a hub folder with the weights of `source`.
 
@@ -63,7 +64,8 @@ def export_folder(
         dtype: of floating tensors, except those in fp32 by rule; None keeps them.
         max_shard_size: bytes a file.
         quantise: write some tensors in fp8 or MXFP4.
-        progress: called with (bytes done, bytes in all) of this rank.
+        progress: called with (bytes done, bytes in all) of this rank; or whether the first rank
+            shows a bar on stderr (None: in a terminal).
 
     Raises:
         CheckpointError: on every rank; see `load_into` and `save_hub`.
@@ -87,16 +89,17 @@ def export_folder(
     folder, plans, supply = together(plan, world, device)
     config = written_config(folder.config if config_json is None else config_json, plans, quantise)
     try:
-        return write_folder(
-            Path(target),
-            plans,
-            supply,
-            config,
-            world,
-            device,
-            carry_from=folder,
-            progress=progress,
-        )
+        with Bar("exporting", world.rank, progress) as bar:
+            return write_folder(
+                Path(target),
+                plans,
+                supply,
+                config,
+                world,
+                device,
+                carry_from=folder,
+                progress=bar,
+            )
     finally:
         folder.close()
 

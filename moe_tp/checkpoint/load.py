@@ -8,7 +8,7 @@ written exactly once, which is counted. A rank's peak memory is its shard and on
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,14 +17,16 @@ from torch import nn
 from moe_tp.checkpoint.agree import together
 from moe_tp.checkpoint.blocks import Aligned, Box, boxes_of, clip, numel, split
 from moe_tp.checkpoint.header import CODES
+from moe_tp.checkpoint.progress import Bar, Progress
 from moe_tp.checkpoint.reader import HubFolder, listed
 from moe_tp.checkpoint.rules import NameRules, Piece
+from moe_tp.checkpoint.slices import span
 from moe_tp.errors import CheckpointError
 from moe_tp.log import get_logger
 from moe_tp.parallel.parameter import local_index, mesh_of, named_specs, to_local
 
-Progress = Callable[[int, int], None]
 BUFFER = 32 << 20  # bytes read at once where they cannot go straight to their place
+AHEAD = 64 << 20  # bytes that the disk is told of before they are read
 _SHOWN = 8
 
 _log = get_logger(__name__)
@@ -109,7 +111,7 @@ def load_into(
     *,
     allow_missing: Sequence[str] = (),
     reject_nan: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> LoadReport:
     """Return what was read to fill every parameter of a model from a hub folder.
 
@@ -119,7 +121,8 @@ def load_into(
         rules: the model's name rules.
         allow_missing: patterns of hub tensors whose absence leaves their parameters untouched.
         reject_nan: raise for a value that is NaN or infinite.
-        progress: called with (bytes done, bytes in all) of this rank.
+        progress: called with (bytes done, bytes in all) of this rank; or whether the first rank
+            shows a bar on stderr (None: in a terminal).
 
     Raises:
         CheckpointError: on every rank, naming file, tensor, what was expected and found.
@@ -141,10 +144,18 @@ def load_into(
     jobs = together(lambda: _jobs(folder, rules, targets, set(missing)), world, device)
     files = {part.file for job in jobs for part in folder.find(job.name).parts}
     folder.storage.prepare(sorted(files), world, device)
-    with torch.no_grad():
-        elements = together(lambda: _fill(folder, jobs, reject_nan, progress), world, device)
+    with torch.no_grad(), Bar("loading", world.rank, progress) as bar:
+        elements = together(lambda: _fill(folder, jobs, reject_nan, bar), world, device)
     folder.close()
     extra = tuple(n for n in folder.logical if rules.matches("passthrough", n))
+    if extra:
+        _log.info(
+            "%s: %d tensors that the model does not use, such as %r, are passed over; a save "
+            "carries them on",
+            folder.where,
+            len(extra),
+            extra[0],
+        )
     for name in missing:
         _log.warning("%s: tensor %r is missing; left as it was initialised", folder.where, name)
     return LoadReport(
@@ -265,19 +276,22 @@ def _jobs(
     return sorted(jobs.values(), key=lambda j: _place_on_disk(folder, j))
 
 
-def _fill(
-    folder: HubFolder, jobs: Sequence[_Job], reject_nan: bool, progress: Progress | None
-) -> int:
+def _fill(folder: HubFolder, jobs: Sequence[_Job], reject_nan: bool, progress: Progress) -> int:
     """Do all reads; return the number of elements written."""
-    total = sum(_bytes(folder, job) for job in jobs)
+    parts = [(job, part) for job in jobs for part in _parts(folder, job)]
+    sizes = [numel(part) * folder.find(job.name).dtype.itemsize for job, part in parts]
     expected = sum(view.numel() for job in jobs for _, view in job.places)
-    done = written = 0
-    for job in jobs:
-        for count, size in _read(folder, job, reject_nan):
-            written += count
-            done += size
-            if progress is not None:
-                progress(done, total)
+    total, done, written, told, ahead = sum(sizes), 0, 0, 0, 0
+    for number, (job, part) in enumerate(parts):
+        # The disk fetches the next parts while this one is copied.
+        while told < len(parts) and (told <= number or ahead < AHEAD):
+            _expect(folder, *parts[told])
+            ahead += sizes[told]
+            told += 1
+        written += _read(folder, job, part, reject_nan)
+        ahead -= sizes[number]
+        done += sizes[number]
+        progress(done, total)
     if written != expected:
         raise CheckpointError(f"wrote {written} elements where {expected} were expected")
     return written
@@ -330,46 +344,58 @@ def _place_on_disk(folder: HubFolder, job: _Job) -> tuple[str, int, tuple[int, .
     return data.file, data.offset, tuple(r.start for r in job.ranges)
 
 
-def _bytes(folder: HubFolder, job: _Job) -> int:
-    return numel(job.ranges) * folder.find(job.name).dtype.itemsize
-
-
-def _read(folder: HubFolder, job: _Job, reject_nan: bool) -> Iterator[tuple[int, int]]:
-    """Read one job in parts; yield (elements written, bytes read) for each."""
+def _expect(folder: HubFolder, job: _Job, part: tuple[range, ...]) -> None:
+    """Say that a part will be read soon, where the bytes on disk lie as the logical ones do."""
     tensor = folder.find(job.name)
-    straight = job.places[0][1]
-    if (
+    if tensor.data.shape == tensor.shape:
+        folder.storage.expect(tensor.data.file, *span(tensor.data, part))
+
+
+def _straight(folder: HubFolder, job: _Job, reject_nan: bool) -> bool:
+    """Return whether the bytes on disk can be read right into the local tensor."""
+    tensor = folder.find(job.name)
+    place, view = job.places[0]
+    return (
         tensor.kind == "plain"
         and len(job.places) == 1
-        and job.places[0][0] == job.ranges
-        and straight.dtype == tensor.dtype
-        and straight.device.type == "cpu"
-        and straight.is_contiguous()
+        and place == job.ranges
+        and view.dtype == tensor.dtype
+        and view.device.type == "cpu"
+        and view.is_contiguous()
         and not reject_nan
-    ):
-        flat = straight.view([len(r) for r in job.ranges])
-        for part in split(job.ranges, BUFFER // tensor.dtype.itemsize):
-            at = tuple(
-                slice(p.start - r.start, p.stop - r.start)
-                for p, r in zip(part, job.ranges, strict=True)
-            )
-            folder.read(job.name, part, out=flat[at])
-            yield numel(part), numel(part) * tensor.dtype.itemsize
-        return
+    )
+
+
+def _parts(folder: HubFolder, job: _Job) -> Iterator[tuple[range, ...]]:
+    """Yield the parts in which a job is read, of at most `BUFFER` bytes in memory."""
+    tensor = folder.find(job.name)
     # Decoding holds a part in fp32 beside its bf16 form.
-    limit = BUFFER // tensor.dtype.itemsize if tensor.kind == "plain" else BUFFER // 16
-    for part in split(job.ranges, limit):
-        block = folder.read(job.name, part)
-        if reject_nan and not bool(torch.isfinite(block.float()).all()):
-            raise CheckpointError(
-                f"{tensor.data.file}: tensor {job.name!r}: expected finite values, found NaN or "
-                f"infinity"
-            )
-        count = 0
-        for hub, view in job.places:
-            shared = clip(hub, part)
-            if shared is not None:
-                inside, placed = shared
-                view[inside].copy_(block[placed])
-                count += view[inside].numel()
-        yield count, block.numel() * tensor.dtype.itemsize
+    plain = tensor.kind == "plain"
+    return split(job.ranges, BUFFER // (tensor.dtype.itemsize if plain else 16))
+
+
+def _read(folder: HubFolder, job: _Job, part: tuple[range, ...], reject_nan: bool) -> int:
+    """Read one part of a job; return the number of elements written."""
+    tensor = folder.find(job.name)
+    if _straight(folder, job, reject_nan):
+        flat = job.places[0][1].view([len(r) for r in job.ranges])
+        at = tuple(
+            slice(p.start - r.start, p.stop - r.start)
+            for p, r in zip(part, job.ranges, strict=True)
+        )
+        folder.read(job.name, part, out=flat[at])
+        return numel(part)
+    block = folder.read(job.name, part)
+    if reject_nan and not bool(torch.isfinite(block.float()).all()):
+        raise CheckpointError(
+            f"{tensor.data.file}: tensor {job.name!r}: expected finite values, found NaN or "
+            f"infinity"
+        )
+    count = 0
+    for hub, view in job.places:
+        shared = clip(hub, part)
+        if shared is not None:
+            inside, placed = shared
+            view[inside].copy_(block[placed])
+            count += view[inside].numel()
+    return count

@@ -19,7 +19,7 @@ import torch
 
 from moe_tp.checkpoint.agree import gather_json, together
 from moe_tp.checkpoint.scan import CONFIG, PICKLES
-from moe_tp.checkpoint.storage import LocalStorage, Storage
+from moe_tp.checkpoint.storage import GAP, LocalStorage, Storage
 from moe_tp.errors import CheckpointError
 from moe_tp.log import get_logger
 from moe_tp.parallel.collectives import Group
@@ -28,6 +28,8 @@ T = TypeVar("T")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _FIRST_READ = 64 << 10  # bytes: most headers come with the first request
+_GAP = 4 << 20  # bytes that come in the time of one more request
+_PART = 8 << 20  # bytes a request of a large read, several of which run at once
 _WEIGHTS = (".safetensors", *PICKLES, ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data")
 
 _log = get_logger(__name__)
@@ -83,6 +85,7 @@ class FsspecStorage:
     def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
         self.where = url.rstrip("/")
         self.first_read = _FIRST_READ
+        self.gap = _GAP
         try:
             url_to_fs = importlib.import_module("fsspec.core").url_to_fs
         except ImportError as error:
@@ -118,13 +121,28 @@ class FsspecStorage:
 
     def read_into(self, file: str, offset: int, out: memoryview) -> None:
         """Fill `out` from `offset` on; CheckpointError if the file ends before."""
-        data = self.read(file, offset, len(out))
-        if len(data) != len(out):
+        if not len(out):
+            return
+        starts = list(range(offset, offset + len(out), _PART))
+        ends = [*starts[1:], offset + len(out)]
+        paths = [f"{self._root.rstrip('/')}/{file}"] * len(starts)
+
+        def ask() -> list[bytes]:
+            parts = self._fs.cat_ranges(paths, starts, ends)
+            for part in parts:
+                if isinstance(part, Exception):  # what it returns rather than raise
+                    raise part
+            return list(parts)
+
+        parts = _named(f"{self.where}/{file}", ask)
+        found = sum(map(len, parts))
+        if found != len(out):
             raise CheckpointError(
                 f"{self.where}/{file}: expected {len(out)} bytes from byte {offset}, found "
-                f"{len(data)}; it was cut while it was read"
+                f"{found}; it was cut while it was read"
             )
-        out[:] = data
+        for start, part in zip(starts, parts, strict=True):
+            out[start - offset : start - offset + len(part)] = part
 
     def expect(self, file: str, offset: int, length: int) -> None:
         """Do nothing: a remote store reads no further than it is asked."""
@@ -154,6 +172,7 @@ class HubStorage:
         self.repo, self.token, self.revision = repo, token, revision
         self.where = repo if revision is None else f"{repo}@{revision}"
         self.first_read = _FIRST_READ
+        self.gap = GAP
         self._local: dict[str, LocalStorage] = {}
         self._sizes: dict[str, int] | None = None
         self._remote: Any = None

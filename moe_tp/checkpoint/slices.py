@@ -1,8 +1,8 @@
 """Byte ranges of a dense block of a stored tensor, read with as few requests as its bytes allow.
 
-Stretches of a file that lie no more than `GAP` bytes apart are read in one request, and the bytes
-between them counted as gaps; wider apart, each is read by itself, straight to where it belongs, so
-that a rank asks for its own slice and no more.
+Stretches of a file that lie no more than the storage's `gap` apart are read in one request, and the
+bytes between them counted as gaps; wider apart, each is read by itself, straight to where it
+belongs, so that a rank asks for its own slice and no more.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from moe_tp.checkpoint.blocks import numel
 from moe_tp.checkpoint.header import TensorInfo
 from moe_tp.checkpoint.storage import Storage
 
-GAP = 4096  # bytes: what one page costs anyway
 STAGE = 8 << 20  # bytes read at once where gaps are dropped
-AHEAD = 32 << 20  # bytes announced to the disk before scattered reads
 
 
 @dataclass(slots=True)
@@ -37,6 +35,15 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor as writable bytes."""
     array: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(array)
+
+
+def span(info: TensorInfo, ranges: Sequence[range]) -> tuple[int, int]:
+    """Return (first byte in the file, number of bytes) of the stretch that a block lies in."""
+    item = info.dtype.itemsize
+    strides = [math.prod(info.shape[d + 1 :]) * item for d in range(len(info.shape))]
+    first = sum(r.start * s for r, s in zip(ranges, strides, strict=True))
+    last = sum((r.stop - 1) * s for r, s in zip(ranges, strides, strict=True))
+    return info.offset + first, last - first + item
 
 
 def read_dense(
@@ -82,7 +89,7 @@ def read_dense(
     for outer in itertools.product(*(range(n) for n in sizes[: cut - 1])):
         start = base + sum(i * s for i, s in zip(outer, strides, strict=False))
         block = view[done : done + count * length]
-        if stride - length <= GAP:
+        if stride - length <= storage.gap:
             _read_joined(storage, info.file, start, stride, length, block, counter)
         else:
             _read_apart(storage, info.file, start, stride, length, block)
@@ -93,12 +100,7 @@ def read_dense(
 def _read_apart(
     storage: Storage, file: str, start: int, stride: int, length: int, out: memoryview
 ) -> None:
-    count = len(out) // length
-    per = max(1, AHEAD // stride)
-    for row in range(count):
-        if row % per == 0:
-            rows = min(per, count - row)
-            storage.expect(file, start + row * stride, (rows - 1) * stride + length)
+    for row in range(len(out) // length):
         storage.read_into(file, start + row * stride, out[row * length : (row + 1) * length])
 
 

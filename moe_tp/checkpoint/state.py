@@ -33,7 +33,8 @@ from moe_tp.checkpoint.agree import gather_json, together
 from moe_tp.checkpoint.blocks import split
 from moe_tp.checkpoint.files import FilePlan, parse_size, plain_tensor, plan_files
 from moe_tp.checkpoint.holdings import Holding, gather_holdings
-from moe_tp.checkpoint.load import BUFFER, Progress, Target
+from moe_tp.checkpoint.load import BUFFER, Target
+from moe_tp.checkpoint.progress import Progress
 from moe_tp.checkpoint.reader import HubFolder
 from moe_tp.checkpoint.rules import NameRules, whole
 from moe_tp.checkpoint.states import KIND, VERSION, open_state

@@ -14,6 +14,7 @@ from moe_tp.errors import CheckpointError
 from moe_tp.parallel.collectives import Group
 
 TEMPLATES = "additional_chat_templates"  # the one sub-folder that belongs to a model folder
+GAP = 4096  # bytes: what one page costs anyway
 _MAX_OPEN = 64
 _MAX_READ = 1 << 30  # Linux returns at most 2 GiB a call
 
@@ -24,10 +25,12 @@ class Storage(Protocol):
     Attributes:
         where: the folder, for messages.
         first_read: bytes to ask for first of a file whose header length is not known yet.
+        gap: bytes between two wanted stretches that are read along rather than asked around.
     """
 
     where: str
     first_read: int
+    gap: int
 
     def sizes(self) -> dict[str, int]:
         """Return every file's size in bytes by name; -1 where a link leads nowhere."""
@@ -71,6 +74,7 @@ class LocalStorage:
         self.path = Path(path)
         self.where = str(self.path)
         self.first_read = 8
+        self.gap = GAP
         self._open: OrderedDict[str, int] = OrderedDict()
         if not self.path.is_dir():
             found = "a file" if self.path.exists() else "nothing"

@@ -33,7 +33,8 @@ from moe_tp.checkpoint.files import (
     plan_files,
 )
 from moe_tp.checkpoint.holdings import Holding, gather_holdings
-from moe_tp.checkpoint.load import Progress, targets_of
+from moe_tp.checkpoint.load import targets_of
+from moe_tp.checkpoint.progress import Bar, Progress
 from moe_tp.checkpoint.reader import HubFolder
 from moe_tp.checkpoint.rules import NameRules
 from moe_tp.checkpoint.scan import CONFIG, INDEX, PICKLES, UNFINISHED
@@ -84,7 +85,7 @@ def save_hub(
     max_shard_size: int | str = "5GB",
     carry_from: str | os.PathLike[str] | HubFolder | None = None,
     quantise: Quantise | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> SaveReport:
     """Return what was written to make `path` a hub folder of the model.
 
@@ -99,7 +100,8 @@ def save_hub(
         carry_from: source folder; tensors that match `passthrough` and all files that are no
             weights (tokenizer, chat template, generation config) come along byte for byte.
         quantise: write some tensors in fp8 or MXFP4.
-        progress: called with (bytes done, bytes in all) of this rank.
+        progress: called with (bytes done, bytes in all) of this rank; or whether the first rank
+            shows a bar on stderr (None: in a terminal).
 
     Raises:
         CheckpointError: on every rank, naming rank and cause; what lay at `path` is untouched.
@@ -128,9 +130,9 @@ def save_hub(
 
     plans, supply = together(plan, world, device)
     config = written_config(config_json, plans, quantise)
-    with torch.no_grad():
+    with torch.no_grad(), Bar("saving", world.rank, progress) as bar:
         return write_folder(
-            target, plans, supply, config, world, device, carry_from=source, progress=progress
+            target, plans, supply, config, world, device, carry_from=source, progress=bar
         )
 
 
