@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moe_tp.cli.main import main
 from moe_tp.errors import CheckpointError, ConfigError
 from moe_tp.models import from_pretrained
 from moe_tp.models.upcycle import UpcycleConfig, UpcycleSupply, upcycle
@@ -160,6 +161,21 @@ def test_reads_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(UpcycleSupply, "values", watched)
     upcycle(tmp_path / "dense", tmp_path / "moe", COPY)
     assert 0 < largest <= 4096
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`moe-tp upcycle`: what it says, exit code 2 and one sentence for what cannot be."""
+    dense_folder(tmp_path / "dense")
+    words = ["upcycle", str(tmp_path / "dense"), str(tmp_path / "moe"), "--experts", "6"]
+    split = ["--top-k", "4", "--kind", "split", "--parts", "2", "--dtype", "bf16", "--json", "-"]
+    assert main([*words, *split]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["experts"], said["top_k"], said["expert_dim"]) == (6, 4, 24)
+    config = json.loads((tmp_path / "moe" / "config.json").read_text())
+    assert (config["model_type"], config["dtype"]) == ("mixtral", "bfloat16")
+    assert config["router_aux_loss_coef"] == 0.01
+    assert main([*words, "--top-k", "1"]) == 2
+    assert "top_k=1 of num_experts=6" in capsys.readouterr().err
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -347,6 +347,18 @@ def test_peft_reads_it(case: str, changes: dict[str, Any], tmp_path: Path) -> No
             "qwen3_moe",
             {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1]},
         ),
+        (  # gate and up become one parameter of twice the rank
+            "qwen3_moe",
+            {"target_modules": ["k_proj", "gate_proj", "up_proj", "down_proj"]},
+        ),
+        (
+            "mixtral",
+            {
+                "target_modules": ["q_proj", "v_proj"],
+                "rank_pattern": {"q_proj": 5, "1.self_attn.v_proj": 2},
+                "alpha_pattern": {"v_proj": 7},
+            },
+        ),
         (
             "deepseek_v3",
             {
@@ -387,7 +399,7 @@ def test_a_folder_without_lengths(tmp_path: Path) -> None:
     for change, said in (
         ({"use_dora": True}, "lacks .*lora_magnitude_vector"),
         ({"lora_bias": True}, "lora_bias=True is not supported"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+        ({"r": 4}, "has 3 rows, but adapter_config.json says rank 4"),
     ):
         file.write_text(json.dumps({**config, **change}))
         with pytest.raises(CheckpointError, match=said):

@@ -15,11 +15,13 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors.torch import load_file, save
 from torch import nn
 
@@ -40,8 +42,6 @@ _LENGTHS = "lora_magnitude_vector"
 # what changes an adapter's meaning in PEFT and is not computed here
 _UNKNOWN = (
     "lora_bias",
-    "rank_pattern",
-    "alpha_pattern",
     "modules_to_save",
     "fan_in_fan_out",
     "megatron_config",
@@ -199,7 +199,57 @@ def _read(model: Decoder, folder: Path) -> tuple[LoRAConfig, dict[str, torch.Ten
         rslora=bool(settings.get("use_rslora")),
         dora=bool(settings.get("use_dora")),
     )
-    return config, tensors
+    return _of_one_rank(model, config, settings, found, tensors, folder), tensors
+
+
+def _of_one_rank(
+    model: Decoder,
+    config: LoRAConfig,
+    settings: Mapping[str, Any],
+    found: list[str],
+    tensors: dict[str, torch.Tensor],
+    folder: Path,
+) -> LoRAConfig:
+    """Return settings of one rank and scale for adapters of several, the scales put into B.
+
+    The rank is the largest; `_fill` makes up for smaller ones with zeros, which change no product.
+
+    Raises:
+        CheckpointError: an adapter has not the rank that the settings give it.
+    """
+
+    def of(setting: str, name: str, default: float) -> float:
+        for pattern, value in (settings.get(setting) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", name):
+                return float(value)
+        return default
+
+    ranks = {}
+    for fqn in found:
+        target, prefix, _ = _peft_name(model, fqn, found)
+        own = replace(
+            config,
+            rank=int(of("rank_pattern", target, config.rank)),
+            alpha=of("alpha_pattern", target, config.alpha),
+        )
+        ranks[fqn] = own.rank
+        matrix = tensors.get(f"{_ROOT}{prefix}.lora_A.weight")
+        if matrix is None:
+            raise CheckpointError(f"{folder}/{WEIGHTS} lacks {prefix}.lora_A.weight")
+        rows = matrix.shape[0]
+        experts = model.config.moe.router.num_experts if group_of(fqn) == "experts" else 1
+        if rows != own.rank * experts:
+            raise CheckpointError(
+                f"{folder}: {prefix}.lora_A.weight has {rows} rows, but {CONFIG} says rank "
+                f"{own.rank}{f' for each of {experts} experts' if experts > 1 else ''}"
+            )
+        if own.scale != config.scale:
+            name = f"{_ROOT}{prefix}.lora_B.weight"
+            tensors[name] = tensors[name] * (own.scale / config.scale)
+    rank = max(ranks.values())
+    if rank == config.rank:
+        return config
+    return replace(config, rank=rank, alpha=config.scale * rank, rslora=False)
 
 
 def _named(targets: list[str], name: str) -> bool:
@@ -226,6 +276,9 @@ def _fill(model: Decoder, tensors: Mapping[str, torch.Tensor], folder: Path) -> 
                 raise CheckpointError(f"{folder}/{WEIGHTS} lacks {name}, which the model adapts")
             pair.append(tensors[name])
         a, b = _from_peft(model, factors, *pair)
+        missing = config.rank - a.shape[-2]
+        if missing:
+            a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
         values = [(factors.a, a), (factors.b, b)]
         if config.dora:
             if f"{prefix}.{_LENGTHS}" not in tensors:
