@@ -118,7 +118,7 @@ def main() -> int:
             result = "FAILED" if code else "passed"
             add({"check": "demo on 4 ranks", "result": result, "seconds": f"{seconds:.0f}"})
         bench = Path(name, "bench")
-        small = ["--tokens", 256, "--dim", 128, "--repeats", 3] if options.quick else []
+        small = ["--tokens", 64, "--rounds", 1, "--shape", "A"] if options.quick else []
         code, _ = run(["benchmarks/moe_layer.py", "--device", device, *small], bench)
         if code:
             add({"check": "benchmark", "result": "FAILED"})

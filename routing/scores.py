@@ -54,9 +54,31 @@ def router_logits(
         dtype: `float32` or `float64`.
     """
     with full_precision(x_TD.device):
-        x = promote(x_TD, dtype)
-        bias = None if bias_E is None else bias_E.to(x.dtype)
-        return F.linear(x, weight_ED.to(x.dtype), bias)
+        exact = promote(x_TD[:0], dtype).dtype
+        weight, bias = weight_ED.to(exact), None if bias_E is None else bias_E.to(exact)
+        if x_TD.dtype == exact:
+            return F.linear(x_TD, weight, bias)
+        logits: Tensor = _WideLinear.apply(x_TD, weight, bias)  # type: ignore[no-untyped-call]
+        return logits
+
+
+class _WideLinear(torch.autograd.Function):
+    """A linear layer in the dtype of its weight; keeps the input as it came, not a wide copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.to(weight.dtype), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad, want = grads[0], ctx.needs_input_grad
+        return (
+            (grad @ weight).to(x.dtype) if want[0] else None,
+            grad.t() @ x.to(weight.dtype) if want[1] else None,
+            grad.sum(0) if want[2] else None,
+        )
 
 
 class _Sigmoid(torch.autograd.Function):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_tp.errors import ConfigError
-from moe_tp.experts import workspace
+from moe_tp.experts import blocks, workspace
 from moe_tp.experts.activation import (
     Activation,
     ClampedSwiGLU,
@@ -102,6 +102,23 @@ def test_sliced_equals_loop(act: Activation, recompute: bool) -> None:
         received, tensors = make(23, bias=bias, rank=rank, shared_a=shared_a)
         want = step(received, tensors, act, "loop")
         close(step(received, tensors, act, "sliced", recompute=recompute), want, 1e-13)
+
+
+@pytest.mark.parametrize("elements", [1, 9 * F, 1 << 20])
+def test_blocks_of_few_and_many_experts_agree(
+    elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D1, D3: whatever number of experts one elementwise pass takes."""
+    monkeypatch.setattr(blocks, "PASS", elements)
+    for bias, rank in ((True, 3), (False, 0)):
+        received, tensors = make(23, bias=bias, rank=rank)
+        found = blocks.make_blocks(received.counts_e, None, 23 * K, grouped=False, hidden=F)
+        assert [block.first + i for block in found for i in range(len(block.counts))] == list(
+            range(E)
+        )
+        assert len(found) == {1: E, 9 * F: 5, 1 << 20: 1}[elements]
+        want = step(received, tensors, SwiGLU(), "loop")
+        close(step(received, tensors, SwiGLU(), "sliced"), want, 1e-13)
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS[:2], ids=str)
@@ -260,19 +277,21 @@ def test_backend_names_and_limits() -> None:
     assert activation("gelu_pytorch_tanh") == GeluGLU("tanh")
 
 
-def test_workspace_gives_out_no_memory_in_use() -> None:
+def test_workspace_gives_out_no_memory_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer comes back only when nothing, not even a view, refers to its storage."""
-    workspace.release()
-    cpu = torch.device("cpu")
-    a = workspace.empty((1 << 18,), torch.float32, cpu)
+    monkeypatch.setattr(workspace, "_kept", [])
+    cpu, size = torch.device("cpu"), 1 << 20
+    a = workspace.empty((size // 4,), torch.float32, cpu)
     view = a[5:]
     place = a.data_ptr()
     del a
-    b = workspace.empty((1 << 18,), torch.float32, cpu)
+    b = workspace.empty((size // 4,), torch.float32, cpu)
     assert b.data_ptr() != place
     del view
-    c = workspace.empty((1 << 18,), torch.float32, cpu)
+    c = workspace.empty((size // 4,), torch.float32, cpu)
     assert c.data_ptr() == place
     del b, c
-    assert workspace.free_bytes() == workspace.release() > 0
-    assert workspace.free_bytes() == 0
+    # what is kept while free stays under the limit
+    monkeypatch.setattr(workspace, "LIMIT", 4 * size)
+    workspace.empty((4 * size,), torch.uint8, cpu)
+    assert sum(storage.nbytes() for storage in workspace._kept) <= 4 * size

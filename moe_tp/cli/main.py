@@ -30,6 +30,7 @@ COMMANDS = {
     "upcycle": "make an MoE hub folder of a dense model, equal to it at the start",
     "export": "write a training checkpoint or hub folder as a hub folder",
     "plan": "say which layouts of N GPUs fit a model, before any download",
+    "bench": "measure a layer, its rows on the wire, loading, a training step; write a profile",
 }
 EPILOG = "\n".join(f"  {name:10}{summary}" for name, summary in COMMANDS.items())
 

@@ -2,9 +2,11 @@
 
 Letters: P pairs sorted by expert · n pairs of one block · e experts · N, K matrix sizes.
 
-A `Block` is a run of experts and their pairs. The sliced back end has one block an expert and plain
-matmuls into given buffers; the grouped back end has a single block of all experts and one
-`grouped_mm` a product. The kernel is written once against the three products below.
+A `Block` is a run of experts and their pairs. The sliced back end runs a plain matmul an expert
+into given buffers; a block holds as many experts as fit into one elementwise pass, because
+gathering, activating and adding a few rows at a time costs more in calls and waiting threads than
+in work. The grouped back end has a single block of all experts and one `grouped_mm` a product. The
+kernel is written once against the three products below.
 """
 
 from __future__ import annotations
@@ -17,23 +19,35 @@ import torch.nn.functional as F
 from moe_tp.experts import workspace
 from moe_tp.experts.rows import plan_sums, sum_rows
 
+PASS = 1 << 19  # elements of the activation in one pass: a few buffers of it stay in cache
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Pairs `start:stop`, owned by `expert`, or by all experts where `ends_e` is set.
+    """Pairs `start:stop`, owned by some neighbouring experts, or by all where `ends_e` is set.
 
     Args:
         start, stop: the pairs.
-        expert: local slot; unused where `ends_e` is set.
+        first: local slot of the first expert.
+        counts: pairs of each expert; unused where `ends_e` is set.
         ends_e: int32, end of each expert's pairs; then the block holds every expert.
         valid_P1: False in padding pairs, where there may be any.
     """
 
     start: int
     stop: int
-    expert: int = 0
+    first: int = 0
+    counts: tuple[int, ...] = ()
     ends_e: torch.Tensor | None = None
     valid_P1: torch.Tensor | None = None
+
+    def own(self, value_e: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what each of the block's experts has of a stack."""
+        return value_e[self.first : self.first + len(self.counts)].unbind(0)
+
+    def rows(self, value_n: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return each expert's rows of the block's."""
+        return value_n.split_with_sizes(self.counts)
 
     def nt(
         self, x_nK: torch.Tensor, weight_eNK: torch.Tensor, out: torch.Tensor | None = None
@@ -46,23 +60,32 @@ class Block:
     ) -> torch.Tensor:
         """Return `x W` for each row's expert, `[n, K]`; in `out` where that is of use."""
         if self.ends_e is None:
-            return torch.mm(x_nN, weight_eNK[self.expert], out=out)
+            if out is None:
+                out = x_nN.new_empty((x_nN.shape[0], weight_eNK.shape[2]))
+            for x, weight, y in zip(
+                self.rows(x_nN), self.own(weight_eNK), self.rows(out), strict=True
+            ):
+                torch.mm(x, weight, out=y)
+            return out
         return F.grouped_mm(x_nN, weight_eNK, offs=self.ends_e)
 
     def tn(self, a_nN: torch.Tensor, b_nK: torch.Tensor, out_eNK: torch.Tensor) -> None:
         """Fill the block's experts of `out_eNK` with `a^T b`, zero for an expert without rows."""
         if self.ends_e is None:
-            if self.start == self.stop:
-                out_eNK[self.expert].zero_()
-            else:
-                torch.mm(a_nN.t(), b_nK, out=out_eNK[self.expert])
+            for a, b, out in zip(self.rows(a_nN), self.rows(b_nK), self.own(out_eNK), strict=True):
+                if a.shape[0]:
+                    torch.mm(a.t(), b, out=out)
+                else:
+                    out.zero_()
         else:
             out_eNK.copy_(F.grouped_mm(a_nN.t(), b_nK, offs=self.ends_e))
 
     def column_sums(self, a_nN: torch.Tensor, weight_n: torch.Tensor, out_eN: torch.Tensor) -> None:
         """Fill the block's experts of `out_eN` with the sum over rows of `weight * a`."""
         if self.ends_e is None:
-            torch.sum(a_nN * weight_n[:, None], dim=0, out=out_eN[self.expert])
+            weighed_nN = a_nN * weight_n[:, None]
+            for weighed, out in zip(self.rows(weighed_nN), self.own(out_eN), strict=True):
+                torch.sum(weighed, dim=0, out=out)
         else:
             # eight equal columns, because grouped_mm wants rows of 16 bytes; its order is fixed
             columns = weight_n.to(a_nN.dtype)[:, None].expand(-1, 8).contiguous()
@@ -71,7 +94,11 @@ class Block:
     def each_row(self, bias_eN: torch.Tensor) -> torch.Tensor:
         """Return the bias of each row's expert, `[n, N]` or `[1, N]`."""
         if self.ends_e is None:
-            return bias_eN[self.expert : self.expert + 1]
+            own_eN = bias_eN[self.first : self.first + len(self.counts)]
+            if len(self.counts) == 1:
+                return own_eN
+            counts = torch.tensor(self.counts, device=bias_eN.device)
+            return own_eN.repeat_interleave(counts, 0, output_size=self.stop - self.start)
         pairs = torch.arange(self.stop - self.start, device=bias_eN.device, dtype=torch.int32)
         slot_P = torch.searchsorted(self.ends_e, pairs, right=True)
         return bias_eN.index_select(0, slot_P.clamp_(max=bias_eN.shape[0] - 1))
@@ -82,28 +109,51 @@ class Block:
         return row_n if self.valid_P1 is None else torch.where(self.valid_P1[:, 0], row_n, 0)
 
     def add_to_rows(
-        self, out_RD: torch.Tensor, row_n: torch.Tensor, y_nD: torch.Tensor
+        self, out_RD: torch.Tensor, row_n: torch.Tensor, y_nD: torch.Tensor, scratch: Scratch
     ) -> torch.Tensor:
         """Return `out_RD` with each pair's row added, in the order of the pairs."""
         if self.ends_e is None:
-            # a row meets an expert at most once, so no two additions meet here
-            return out_RD.index_add_(0, row_n, y_nD.to(out_RD.dtype))
+            if y_nD.dtype != out_RD.dtype:
+                rows, width = y_nD.shape
+                y_nD = scratch.get("wide", rows, width, out_RD.dtype).copy_(y_nD)
+            if not out_RD.is_cuda:  # one row after the other
+                return out_RD.index_add_(0, row_n, y_nD)
+            # a row meets an expert at most once, so no two additions meet in one call
+            for row, y in zip(self.rows(row_n), self.rows(y_nD), strict=True):
+                out_RD.index_add_(0, row, y)
+            return out_RD
         if self.valid_P1 is not None:
             row_n = torch.where(self.valid_P1[:, 0], row_n, out_RD.shape[0])
         return out_RD.add_(sum_rows(y_nD.to(out_RD.dtype), plan_sums(row_n, out_RD.shape[0])))
 
 
 def make_blocks(
-    counts_e: torch.Tensor, counts: tuple[int, ...] | None, num_pairs: int, *, grouped: bool
+    counts_e: torch.Tensor,
+    counts: tuple[int, ...] | None,
+    num_pairs: int,
+    *,
+    grouped: bool,
+    hidden: int,
 ) -> list[Block]:
-    """Return the blocks that cover all pairs; reads the counts to the host unless `grouped`."""
+    """Return the blocks that cover all pairs; reads the counts to the host unless `grouped`.
+
+    Args:
+        counts_e: pairs of each expert.
+        counts: the same on the host, or None.
+        num_pairs: P, padding included.
+        grouped: one block of all.
+        hidden: F.
+    """
     if not grouped or num_pairs == 0:
         if counts is None:
             counts = tuple(counts_e.tolist()) if num_pairs else (0,) * counts_e.shape[0]
-        blocks, start = [], 0
-        for expert, count in enumerate(counts):
-            blocks.append(Block(start, start + count, expert))
-            start += count
+        blocks, start, first = [], 0, 0
+        most = max(PASS // max(hidden, 1), 1)
+        for last in range(1, len(counts) + 1):
+            rows = sum(counts[first:last])
+            if last == len(counts) or rows + counts[last] > most:
+                blocks.append(Block(start, start + rows, first, counts[first:last]))
+                start, first = start + rows, last
         return blocks
     ends_e = counts_e.cumsum(0).to(torch.int32)
     valid_P1 = None

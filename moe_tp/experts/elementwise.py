@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from moe_tp.experts.activation import Activation, ActivationStep
-from moe_tp.experts.blocks import Scratch
+from moe_tp.experts.blocks import PASS, Scratch
 
-CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements of one elementwise pass; CPU: stay in L2
+CHUNK = {"cpu": PASS, "cuda": 1 << 24}  # elements of one elementwise pass; CPU: stay in cache
 
 
 def _chunks(rows: int, columns: int, device: torch.device) -> list[slice]:
@@ -29,13 +29,12 @@ def activate(
     rows, size = hidden_nF.shape
     exact = torch.promote_types(gate_up_nN.dtype, torch.float32)
     for chunk in _chunks(rows, size, hidden_nF.device):
-        gate, up, hidden = gate_up_nN[chunk, :size], gate_up_nN[chunk, size:], hidden_nF[chunk]
-        count = gate.shape[0]
+        gate_up, hidden = gate_up_nN[chunk], hidden_nF[chunk]
         if exact != gate_up_nN.dtype:
-            gate = scratch.get("gate", count, size, exact).copy_(gate)
-            up = scratch.get("up", count, size, exact).copy_(up)
-            hidden = scratch.get("hidden", count, size, exact)
-        act.forward_into(hidden, gate, up)
+            count = gate_up.shape[0]
+            gate_up = scratch.get("wide_gate_up", count, 2 * size, exact).copy_(gate_up)
+            hidden = scratch.get("wide_hidden", count, size, exact)
+        act.forward_into(hidden, gate_up[:, :size], gate_up[:, size:])
         hidden.mul_(weight_n[chunk, None])
         if exact != gate_up_nN.dtype:
             hidden_nF[chunk].copy_(hidden)
@@ -56,32 +55,26 @@ def activate_backward(
     exact = torch.promote_types(gate_up_nN.dtype, torch.float32)
     cast = exact != gate_up_nN.dtype
     for chunk in _chunks(rows, size, hidden_nF.device):
-        tensors = {
-            "grad": grad_nF[chunk],
-            "gate": gate_up_nN[chunk, :size],
-            "up": gate_up_nN[chunk, size:],
-            "hidden": hidden_nF[chunk],
-            "d_gate": d_gate_up_nN[chunk, :size],
-            "d_up": d_gate_up_nN[chunk, size:],
-        }
-        work = dict(tensors)
+        given = (grad_nF[chunk], gate_up_nN[chunk], hidden_nF[chunk], d_gate_up_nN[chunk])
+        grad, gate_up, hidden, d_gate_up = given
         if cast:
-            count = work["grad"].shape[0]
-            work = {name: scratch.get(name, count, size, exact) for name in tensors}
-            for name in ("grad", "gate", "up"):
-                work[name].copy_(tensors[name])
+            count = grad.shape[0]
+            grad = scratch.get("wide_grad", count, size, exact).copy_(grad)
+            gate_up = scratch.get("wide_gate_up", count, 2 * size, exact).copy_(gate_up)
+            hidden = scratch.get("wide_hidden", count, size, exact)
+            d_gate_up = scratch.get("wide_d_gate_up", count, 2 * size, exact)
         act.backward_into(
             ActivationStep(
-                grad_NF=work["grad"],
-                gate_NF=work["gate"],
-                up_NF=work["up"],
+                grad_NF=grad,
+                gate_NF=gate_up[:, :size],
+                up_NF=gate_up[:, size:],
                 weight_N1=weight_n[chunk, None],
-                hidden_NF=work["hidden"],
-                d_gate_NF=work["d_gate"],
-                d_up_NF=work["d_up"],
+                hidden_NF=hidden,
+                d_gate_NF=d_gate_up[:, :size],
+                d_up_NF=d_gate_up[:, size:],
                 d_weight_N=d_weight_n[chunk],
             )
         )
         if cast:
-            for name in ("hidden", "d_gate", "d_up"):
-                tensors[name].copy_(work[name])
+            given[2].copy_(hidden)
+            given[3].copy_(d_gate_up)

@@ -275,7 +275,9 @@ class ExpertKernel(Function):
         biases = (gate_up_bias_e2F, down_bias_eD)
         weights = _weights(gate_up_e2FD, down_eDF, biases, adapters, options.scale)
         num_pairs, dtype = pair_row_P.shape[0], rows_RD.dtype
-        blocks = make_blocks(counts_e, options.counts, num_pairs, grouped=options.grouped)
+        blocks = make_blocks(
+            counts_e, options.counts, num_pairs, grouped=options.grouped, hidden=weights.hidden
+        )
         scratch = Scratch(blocks, rows_RD.device)
         exact = torch.promote_types(dtype, torch.float32)
         out_RD = torch.zeros(rows_RD.shape, dtype=exact, device=rows_RD.device)
@@ -296,7 +298,7 @@ class ExpertKernel(Function):
                 block, rows_RD, row_n, weight_P[pairs], weights, gate_up_nN, scratch,
                 options.activation,
             )  # fmt: skip
-            out_RD = block.add_to_rows(out_RD, row_n, y_nD)
+            out_RD = block.add_to_rows(out_RD, row_n, y_nD, scratch)
             if keep and options.grouped:
                 saved_PN = gate_up_nN
         ctx.options, ctx.blocks = options, blocks
@@ -350,7 +352,7 @@ class ExpertKernel(Function):
                     block, x_nD, dy_nD, weight_P[pairs], hidden_nF, d_gate_up_nN, weights, grads
                 )
             if d_rows_RD is not None and dx_nD is not None:
-                d_rows_RD = block.add_to_rows(d_rows_RD, row_n, dx_nD)
+                d_rows_RD = block.add_to_rows(d_rows_RD, row_n, dx_nD, scratch)
             if block.valid_P1 is not None:
                 d_weight_P = torch.where(block.valid_P1[:, 0], d_weight_P, 0)
         if d_rows_RD is not None:

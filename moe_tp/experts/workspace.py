@@ -53,18 +53,6 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
         return flat[:size].view(dtype).view(tuple(shape))
 
 
-def free_bytes() -> int:
-    """Return how many bytes are kept here while nobody uses them."""
-    with _lock:
-        return sum(storage.nbytes() for storage in _kept if _is_free(storage))
-
-
-def release() -> int:
-    """Return the bytes given back to the system: every free buffer is dropped."""
-    with _lock:
-        return _drop(0)
-
-
 def _rounded(size: int) -> int:
     """Return `size`, at most an eighth more: unequal steps share, and unused pages cost nothing."""
     grain = 1 << max(size.bit_length() - 4, 0)
@@ -72,20 +60,12 @@ def _rounded(size: int) -> int:
 
 
 def _trim(wanted: int) -> None:
-    _drop(max(LIMIT - wanted, 0))
-
-
-def _drop(keep: int) -> int:
-    """Drop the oldest free buffers until at most `keep` bytes of them are left."""
+    """Drop the oldest free buffers until `LIMIT` has room for as many bytes more."""
     free = sum(storage.nbytes() for storage in _kept if _is_free(storage))
-    dropped = 0
     for storage in list(_kept):
-        if free - dropped <= keep:
+        if free + wanted <= LIMIT:
             break
         if _is_free(storage):
-            dropped += storage.nbytes()
-            for place, other in enumerate(_kept):
-                if other is storage:
-                    del _kept[place]
-                    break
-    return dropped
+            free -= storage.nbytes()
+            # by identity: storages do not compare
+            _kept[:] = [other for other in _kept if other is not storage]
