@@ -67,7 +67,7 @@ def settle_gradients(model: nn.Module) -> None:
         grad = _gradient(entry.param, entry.spec)
         rows = entry.module.trained_rows.get(entry.name)
         if rows is not None:
-            to_local(grad)[~rows] = 0
+            to_local(grad)[~rows.to(to_local(grad).device)] = 0
         axes = owed_axes(grad)
         if axes:
             ends = ("pp_ends",) if entry.spec.copies > 1 else ()

@@ -66,6 +66,9 @@ _FIXED = (
     "lora.rank",
     "lora.alpha",
     "lora.targets",
+    "lora.rslora",
+    "lora.dora",
+    "lora.experts",
 )
 _FREE = ("parallel.", "runtime.", "output", "data.eval")
 
