@@ -28,6 +28,7 @@ COMMANDS = {
     "verify": "compare a layout with one process: loss, logits, gradients, steps",
     "finetune": "train a hub folder on your text, and export it",
     "upcycle": "make an MoE hub folder of a dense model, equal to it at the start",
+    "generate": "write on after a prompt, in any layout",
     "export": "write a training checkpoint or hub folder as a hub folder",
     "plan": "say which layouts of N GPUs fit a model, before any download",
     "bench": "measure a layer, its rows on the wire, loading, a training step; write a profile",

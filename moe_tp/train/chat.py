@@ -87,6 +87,14 @@ class ChatTemplate:
             cursor = span[1]
         return Rendered(text=text, answers=spans)
 
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Return a conversation as text that ends where the assistant begins to answer.
+
+        Raises:
+            DataError: the template refuses the conversation.
+        """
+        return self._run(messages, None, prompt=True)[0]
+
     def _place(
         self, messages: Sequence[Message], i: int, text: str, cursor: int, tools: Any
     ) -> Span:

@@ -1,0 +1,276 @@
+"""Generation: equal to transformers, to one full forward, and to itself in every layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_cases import CASES, error, hub_config
+from test_models_transformers import both
+
+from moe_tp.errors import ConfigError, DataError
+from moe_tp.infer import Generated, Sampling, generate
+from moe_tp.infer.cache import LayerColumns
+from moe_tp.infer.sampling import draw
+from moe_tp.models.config import ModelConfig
+from moe_tp.models.load import build, from_pretrained, save_pretrained
+from moe_tp.parallel.layout import ParallelLayout, Runtime
+from moe_tp.parallel.mesh import Mesh
+from moe_tp.parallel.parameter import to_local
+from moe_tp.testing import run_ranks
+from moe_tp.train import LoRAConfig, apply_lora
+
+PROMPTS = [[4, 5, 6, 7, 8], [9, 10], [11, 3, 9, 1, 2, 4, 5, 40], [20], [7, 7, 7]]
+
+
+def padded(prompts: list[list[int]], pad: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    length = max(map(len, prompts))
+    rows = [[pad] * (length - len(p)) + p for p in prompts]
+    mask = [[0] * (length - len(p)) + [1] * len(p) for p in prompts]
+    return torch.tensor(rows), torch.tensor(mask)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_transformers_and_one_forward(case: str, tmp_path: Path) -> None:
+    """C59, R6: each family's greedy tokens, left padded; a step's logits are the forward's."""
+    theirs, _ = both(case, tmp_path)
+    ids, mask = padded(PROMPTS)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = theirs.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]
+    ours = from_pretrained(tmp_path, Mesh.single(), dtype=torch.float64)
+    got = generate(ours, ids, attention_mask=mask, max_new_tokens=12, return_logits=True)
+    assert torch.equal(got.padded(), expected)
+    assert got.logits is not None
+    for prompt, new, logits in zip(PROMPTS, got.tokens, got.logits, strict=True):
+        with torch.no_grad():
+            whole = ours(torch.tensor([prompt + new])).logits
+        assert whole is not None
+        # angles are fp32 in every dtype, so positions alone do not spoil the ninth digit
+        assert error(logits, whole[0, len(prompt) - 1 : -1]) < 1e-9
+
+
+@pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_neighbours_and_padding_change_nothing(case: str) -> None:
+    """C59: alone, with neighbours, with a long one, any pad id, one row ending early."""
+    config = ModelConfig.from_hub(hub_config(case, vocab_size=31))
+    model = build(config, Mesh.single(), seed=3)
+    prompts = [[4, 5, 6, 7, 8], [9, 10]]
+    alone = [generate(model, [p], max_new_tokens=6, return_logits=True) for p in prompts]
+    first = [a.tokens[0] for a in alone]
+    torch.manual_seed(5)
+    long = torch.randint(0, 31, (40,)).tolist()
+    for pad in (0, 5):
+        ids, mask = padded([*prompts, long], pad)
+        got = generate(model, ids, attention_mask=mask, max_new_tokens=6, return_logits=True)
+        assert got.tokens[:2] == first
+        assert got.logits is not None
+        for a, logits in zip(alone, got.logits, strict=False):
+            assert a.logits is not None
+            assert error(logits, a.logits[0]) < 1e-5
+    stop = next(t for t in first[0] if t not in first[1][:4])
+    ended = generate(model, prompts, max_new_tokens=6, stop_ids=[stop])
+    assert ended.tokens[0] == first[0][: first[0].index(stop) + 1]
+    assert ended.reasons[0] == "stop"
+    assert ended.tokens[1][:4] == first[1][:4]
+    right, hole = torch.tensor([[9, 10, 3, 3]]), torch.tensor([[9, 3, 10, 3]])
+    for ids, mask in ((right, [[1, 1, 0, 0]]), (hole, [[1, 0, 1, 0]])):
+        got = generate(model, ids, attention_mask=torch.tensor(mask), max_new_tokens=6)
+        assert got.tokens[0] == first[1]
+
+
+def in_layout(path: str, layout: dict[str, int], rows: int) -> list[list[list[int]]]:
+    mesh = Mesh(ParallelLayout(**layout), Runtime())
+    model = from_pretrained(path, mesh, dtype=torch.float64)
+    results = []
+    for options in (
+        {},
+        {"temperature": 0.9, "top_p": 0.8, "top_k": 20, "seed": 5},
+        {"temperature": 1.3, "stop_ids": list(range(0, 60, 7)), "max_new_tokens": 14},
+    ):
+        given: dict[str, Any] = {"max_new_tokens": 8, **options}
+        results.append(generate(model, PROMPTS[:rows], split_rows=True, **given).tokens)
+    return results
+
+
+FEW = [("mixtral", {"tp": 2}), ("mixtral", {"pp": 2}), ("mixtral", {"zero": 3}),
+       ("gpt_oss", {"ep": 2}), ("gpt_oss", {"tp": 2, "ep": 2, "etp": 2}),
+       ("deepseek_v3", {"tp": 2, "ep": 2})]  # fmt: skip
+MANY = [(case, layout) for case in ("qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
+        for layout in ({"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2, "etp": 2}, {"ep": 4}, {"dp": 4},
+                       {"tp": 2, "zero": 1, "ep": 2}, {"etp": 4}, {"zero": 2})]  # fmt: skip
+
+
+def check_layout(case: str, layout: dict[str, int], tmp_path: Path) -> None:
+    save_pretrained(build(ModelConfig.from_hub(hub_config(case)), Mesh.single(), seed=1), tmp_path)
+    ranks = 2 if max(layout.values()) * len(layout) <= 3 else 4
+    if case == "mixtral":  # num_kv_heads 2
+        ranks = 2
+    (expected,) = run_ranks(in_layout, 1, str(tmp_path), {}, 5)
+    for got in run_ranks(in_layout, ranks, str(tmp_path), layout, 5):
+        assert got == expected
+
+
+@pytest.mark.parametrize(("case", "layout"), FEW, ids=str)
+def test_every_layout_says_the_same(case: str, layout: dict[str, int], tmp_path: Path) -> None:
+    """C59: greedy, drawn and stopped, with rows that do not divide over dp."""
+    check_layout(case, layout, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "layout"), MANY, ids=str)
+def test_more_layouts_say_the_same(case: str, layout: dict[str, int], tmp_path: Path) -> None:
+    check_layout(case, layout, tmp_path)
+
+
+def own_rows(layout: dict[str, int]) -> tuple[list[list[int]], str, list[bool]]:
+    mesh = Mesh(ParallelLayout(**layout))
+    model = build(ModelConfig.from_hub(hub_config("mixtral")), mesh, seed=1)
+    model.train()
+    next(model.blocks).eval()
+    modes = [module.training for module in model.modules()]
+    first = mesh.coordinate("dp") == 0
+    mine = [] if mesh.size("dp") > 1 and first else PROMPTS[:3]
+    tokens = generate(model, mine, max_new_tokens=5, temperature=1.0).tokens
+    try:
+        generate(model, [[1], [99]] if first else [[1]], max_new_tokens=2)
+        said = ""
+    except DataError as problem:
+        said = str(problem)
+    same = [a == m.training for a, m in zip(modes, model.modules(), strict=True)]
+    return tokens, said, same
+
+
+def test_a_rank_without_rows_and_a_bad_prompt() -> None:
+    """C19, F2: an idle dp rank takes part; a prompt that one rank cannot use stops all."""
+    ((tokens, said, same),) = run_ranks(own_rows, 1, {})
+    assert all(same)
+    assert "token id 99 lies outside the vocabulary of 61" in said
+    (none, _, _), (got, there, same) = run_ranks(own_rows, 2, {"ep": 2})
+    assert (none, got) == ([], tokens)
+    assert "rank 0 was given prompts that cannot be used" in there
+    assert all(same)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "deepseek_v3"])
+def test_with_adapters(case: str) -> None:
+    """G4: an adapted model generates what its full forward says, latent attention too."""
+    model = build(ModelConfig.from_hub(hub_config(case)), Mesh.single(), dtype=torch.float64)
+    apply_lora(model, LoRAConfig(rank=2, alpha=4.0))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith(("_b", ".b")):
+                param.to_local().normal_(std=0.3)
+    got = generate(model, [[4, 5, 6]], max_new_tokens=6, return_logits=True)
+    with torch.no_grad():
+        whole = model(torch.tensor([[4, 5, 6, *got.tokens[0]]])).logits
+    assert whole is not None
+    assert got.logits is not None
+    assert error(got.logits[0], whole[0, 2:-1]) < 1e-9
+
+
+def test_stop_tokens_of_the_folder(tmp_path: Path) -> None:
+    """`generation_config.json` first, then `config.json`; a number or a list."""
+    save_pretrained(build(ModelConfig.from_hub(hub_config("mixtral")), Mesh.single()), tmp_path)
+
+    def run(stops: Any, config_stops: Any = None) -> Generated:
+        raw = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**raw, "eos_token_id": config_stops}))
+        path = tmp_path / "generation_config.json"
+        path.unlink(missing_ok=True)
+        if stops is not None:
+            path.write_text(json.dumps({"eos_token_id": stops, "pad_token_id": 60}))
+        return generate(from_pretrained(tmp_path, Mesh.single()), [[1, 2]], max_new_tokens=6)
+
+    free = run(None).tokens[0]
+    stop = free[2]
+    short = free[: free.index(stop) + 1]
+    for stops, config_stops in ((stop, None), ([59, stop], 58), (None, stop), (None, [stop, 59])):
+        got = run(stops, config_stops)
+        assert (got.tokens[0], got.reasons) == (short, ["stop"])
+    assert run([stop]).pad == 60
+    assert Generated(tokens=[[1], [2, 3]], reasons=["", ""], pad=9).padded().tolist() == [
+        [1, 9],
+        [2, 3],
+    ]
+
+
+def test_nothing_is_counted_or_kept() -> None:
+    """L3, L4: no load, no bias, no gradient; noise and jitter stay off in a training model."""
+    raw = hub_config("deepseek_v3")
+    model = build(ModelConfig.from_hub(raw), Mesh.single(), seed=1).train()
+    before = {name: to_local(value).clone() for name, value in model.state_dict().items()}
+    counted = [m.step_counts_E.clone() for m in model.modules() if hasattr(m, "step_counts_E")]
+    a = generate(model, PROMPTS, max_new_tokens=4).tokens
+    assert a == generate(model.eval(), PROMPTS, max_new_tokens=4).tokens
+    after = [m.step_counts_E for m in model.modules() if hasattr(m, "step_counts_E")]
+    assert all(map(torch.equal, counted, after))
+    assert all(torch.equal(to_local(v), before[n]) for n, v in model.state_dict().items())
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_positions_end() -> None:
+    """A row ends where the model's positions do, and a longer prompt is refused."""
+    model = build(ModelConfig.from_hub(hub_config("mixtral")), Mesh.single())
+    got = generate(model, [[1] * 62, [2]], max_new_tokens=8)
+    assert got.reasons == ["positions", "length"]
+    assert [len(row) for row in got.tokens] == [3, 8]
+    with pytest.raises(DataError, match="knows max_position_embeddings=64 positions"):
+        generate(model, [[1] * 65])
+    with pytest.raises(DataError, match="prompt 1 has no token"):
+        generate(model, [[1], []])
+    for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -2}, {"max_new_tokens": 0}):
+        with pytest.raises(ConfigError, match="must"):
+            generate(model, [[1]], **wrong)  # type: ignore[arg-type]
+
+
+def with_cp() -> str:
+    model = build(ModelConfig.from_hub(hub_config("mixtral")), Mesh(ParallelLayout(cp=2)))
+    with pytest.raises(ConfigError) as caught:
+        generate(model, [[1, 2]])
+    return str(caught.value)
+
+
+def test_context_parallelism_is_refused() -> None:
+    """F3."""
+    assert all("does not run with cp=2" in said for said in run_ranks(with_cp, 2))
+
+
+def test_draws_follow_the_distribution() -> None:
+    """Frequencies are the probabilities; top-k and top-p leave what transformers leaves."""
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    torch.manual_seed(0)
+    logits = torch.randn(1, 12)
+    rows = torch.arange(20000)
+    for top_k, top_p in ((0, 1.0), (4, 1.0), (0, 0.6), (6, 0.5)):
+        warped = logits / 0.7
+        if top_k:
+            warped = TopKLogitsWarper(top_k)(None, warped)
+        if top_p < 1.0:
+            warped = TopPLogitsWarper(top_p)(None, warped)
+        sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p, seed=1)
+        ids = draw(logits.expand(20000, -1), sampling, rows, 3)
+        share = torch.bincount(ids, minlength=12) / 20000
+        assert (share - warped.softmax(-1)[0]).abs().max() < 0.012
+        assert not share[warped[0] == -torch.inf].any()
+
+
+def test_the_cache_grows_in_blocks_and_windows_stay_small() -> None:
+    """No step allocates; a window keeps what can be seen, whatever the length."""
+    for window in (0, 5):
+        layer = LayerColumns(window, 3000)
+        columns = torch.randn(2, 2000, 1, 4)
+        layer.extend(columns[:, :7])
+        seen = [id(layer._buffers[0])]
+        for at in range(7, 2000):
+            (got,) = layer.extend(columns[:, at : at + 1])
+            first = max(0, at - 4) if window else 0
+            assert torch.equal(got[:, 0], columns[:, first : at + 1, 0])
+            if id(layer._buffers[0]) != seen[-1]:
+                seen.append(id(layer._buffers[0]))
+        assert len(seen) < 10
+        assert layer.nbytes <= 2 * 4 * 4 * (600 if window else 3000)
