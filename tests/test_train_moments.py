@@ -82,7 +82,11 @@ def updated(
     return {e.fqn: full_logical(e.param, e.spec, model.mesh) for e in named_specs(model)}
 
 
-LAYOUTS = [{"tp": 2, "ep": 1, "etp": 2}, {"dp": 2, "ep": 2, "zero": 3}, {"dp": 2, "zero": 1}]
+LAYOUTS = [
+    {"tp": 2, "ep": 1, "etp": 2},
+    {"dp": 2, "ep": 2, "zero": 3},
+    pytest.param({"dp": 2, "zero": 1}, marks=pytest.mark.slow),
+]
 EXACT = [
     (torch.float64, {"optimizer": "muon", "momentum": 0.95}),
     (torch.bfloat16, {"moments": "bfloat16"}),

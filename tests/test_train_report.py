@@ -253,6 +253,7 @@ document.title = JSON.stringify(found);
 </script></body>"""
 
 
+@pytest.mark.slow
 def test_a_browser_draws_the_page(tmp_path: Path) -> None:
     """In a headless browser where there is one: every figure has a size, and lies inside itself."""
     write_run(tmp_path)
