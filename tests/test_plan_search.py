@@ -19,6 +19,7 @@ from moe_tp.plan.hardware import TABLE, hardware, parse_bytes, read_hardware
 from moe_tp.plan.job import Job, check
 from moe_tp.plan.memory import Memory, Planner
 from moe_tp.plan.search import divisors, layouts, legal_layouts, remedies, search, smallest_group
+from moe_tp.plan.time import Clock
 
 H100 = TABLE["H100"]
 
@@ -243,6 +244,29 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing fits" in out
     assert "refused " in out
     assert main(["plan", "nowhere", *words]) == 2
+
+
+def test_bubble_and_links_cost_time(mixtral: ModelConfig) -> None:
+    """More micro-batches shrink the bubble to (pp - 1) / micro of the work; slow links cost."""
+    layout = ParallelLayout(pp=4, ep=8).resolve(32)
+    few, many = (
+        Clock(Planner(mixtral, Job(global_batch=n)), H100).step(layout) for n in (32, 1024)
+    )
+    assert few.bubble / (few.total - few.bubble) == pytest.approx(3 / 4, rel=0.05)
+    assert many.bubble / (many.total - many.bubble) == pytest.approx(3 / 128, rel=0.05)
+    slow = Clock(Planner(mixtral, Job()), hardware("H100", network=5e9))
+    fast = Clock(Planner(mixtral, Job()), hardware("H100", network=50e9))
+    wide = ParallelLayout(ep=8, etp=2).resolve(64)
+    assert slow.step(wide).exposed > 2.0 * fast.step(wide).exposed
+
+
+def test_what_fits_comes_first_and_fast_before_slow(mixtral: ModelConfig) -> None:
+    plan = search(mixtral, Job(), 16, H100)
+    fits = [candidate.fits for candidate in plan.candidates]
+    assert fits == sorted(fits, reverse=True)
+    assert not all(fits)
+    speeds = [c.time.tokens_per_second for c in plan.candidates if c.time]
+    assert speeds == sorted(speeds, reverse=True)
 
 
 def test_divisors() -> None:

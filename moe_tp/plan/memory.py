@@ -351,8 +351,11 @@ class Planner:
         largest = max(h.largest_rest for h, _, _ in held)
         if job.optimizer == "muon":  # weight, momentum, gradient, its step, and the iteration's
             return 8.0 * 4.0 * max(h.largest for h, _, _ in held)
-        if job.moments != "float32" or (job.mode == "full" and job.master_bytes != 4):
-            return 5.0 * 4.0 * min(largest, _UPDATED)
+        narrow = job.mode == "full" and job.master_bytes != 4
+        if job.moments != "float32" or narrow:
+            # weight, moments and their denominator in fp32, and what rounds or quantises one
+            each = 48.0 if narrow or job.moments == "bfloat16" else 24.0
+            return each * (largest if job.moments == "8bit" else min(largest, _UPDATED))
         if job.kernel == "fused":
             return 0.0
         if job.kernel == "loop":

@@ -68,7 +68,7 @@ class Clock:
             flows = part_traffic(self.planner, kind, layout)
             self._parts[key] = (
                 _compute(self.planner, layout, kind, self.gpu),
-                _communication(flows, layout, self.gpu, 0.0, 1),
+                communication(flows, layout, self.gpu, 0.0, 1),
             )
         return self._parts[key]
 
@@ -82,7 +82,7 @@ class Clock:
             for axis, more in exposed.items():
                 axes[axis] = axes.get(axis, 0.0) + more * count * micro
         flows = stage_traffic(self.planner, layout, stage)
-        for axis, more in _communication(
+        for axis, more in communication(
             flows, layout, self.gpu, compute, self.planner.job.dp_replicate
         ).items():
             axes[axis] = axes.get(axis, 0.0) + more
@@ -156,7 +156,7 @@ def _moved(planner: Planner, layout: ParallelLayout, kind: Kind, tokens: int) ->
     return moved + 3.0 * tokens * config.moe.shared_dim * c
 
 
-def _communication(
+def communication(
     flows: list[Flow], layout: ParallelLayout, gpu: Hardware, compute: float, replicate: int
 ) -> dict[str, float]:
     """Return exposed seconds by axis, and those that come once a step under `once`."""

@@ -23,6 +23,7 @@ import math
 from collections import defaultdict
 from typing import NamedTuple
 
+from moe_tp.experts.losses import SUMS
 from moe_tp.models.config import ModelConfig
 from moe_tp.parallel.collectives import Phase
 from moe_tp.parallel.context.sequence import padded_length
@@ -125,8 +126,9 @@ def stage_traffic(
         if not stage.first:
             total.add("pp", "send", "backward", (rows + 4) * micro, micro)
         total.add("pp", "all_reduce", "forward", reduced(8, layout.pp), once=True)
-        counts = config.num_layers * config.moe.router.num_experts * 8
-        total.add("pp", "all_reduce", "forward", reduced(counts, layout.pp), once=True)
+        for numbers in (config.moe.router.num_experts, len(SUMS)):
+            size = config.num_layers * numbers * 8
+            total.add("pp", "all_reduce", "forward", reduced(size, layout.pp), once=True)
     assert layout.dp is not None
     total.add("dp", "all_gather", "forward", 40 * (layout.dp - 1), once=True)
     _zero(planner, layout, stage, total, micro)
@@ -223,7 +225,7 @@ def _part(planner: Planner, kind: Kind, layout: ParallelLayout, total: _Sum) -> 
     _dispatch(planner, layout, total, again)
     router, stage = config.moe.router, layout.stage_size
     if stage > 1:
-        counts = 8 * (3 * router.num_experts + 1)
+        counts = 8 * (3 * router.num_experts + 2)  # of three kinds, tokens, entropy
         total.add("stage", "all_reduce", "forward", reduced(counts, stage) * again, again)
         if router.balance_coef or router.z_coef:
             total.add("stage", "all_reduce", "forward", reduced(8, stage) * again, again)
