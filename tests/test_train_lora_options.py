@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from model_cases import hub_config
+from safetensors.torch import load_file, save_file
 from test_train_lora import (
     Layout,
     adapted,
@@ -387,6 +388,55 @@ def test_reads_what_peft_wrote(case: str, settings: dict[str, Any], tmp_path: Pa
     with torch.no_grad():
         assert close(model(ids).logits, theirs(ids).logits, 1e-5)
     merge_lora(model)
+    with torch.no_grad():
+        assert close(model(ids).logits, theirs(ids).logits, 1e-5)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("matrices", [("w1", "w2", "w3"), ("w2",), ("w1", "w3")])
+def test_reads_experts_as_modules(matrices: tuple[str, ...], rslora: bool, tmp_path: Path) -> None:
+    """C55: a folder from before transformers 5 gives what PEFT's own conversion gives."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    save_pretrained(make({}, "mixtral", torch.float32), tmp_path / "model")
+    shapes = load_file(next((tmp_path / "model").glob("*.safetensors")))
+    torch.manual_seed(5)
+    tensors = {}
+    for name, weight in shapes.items():
+        if name.split(".")[-2] in (*matrices, "q_proj"):
+            out, width = weight.shape
+            start = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{start}.lora_A.weight"] = torch.randn(3, width) / 3
+            tensors[f"{start}.lora_B.weight"] = torch.randn(out, 3) / 3
+    settings = peft.LoraConfig(
+        r=3,
+        lora_alpha=5,
+        target_modules=[*matrices, "q_proj"],
+        use_rslora=rslora,
+        task_type="CAUSAL_LM",
+    )
+    settings.save_pretrained(tmp_path / "adapter")
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    model = from_pretrained(tmp_path / "model", Mesh.single()).eval()
+    load_adapter(model, tmp_path / "adapter")
+    merge_lora(model)
+    scale = 5.0 / (3.0**0.5 if rslora else 3.0)
+    got = gather(model, "value")
+    rules = model.name_rules.pieces
+    for fqn, value in got.items():
+        for piece in rules[fqn]:
+            start = f"base_model.model.{piece.hub_name.removesuffix('.weight')}"
+            want = shapes[piece.hub_name]
+            if f"{start}.lora_A.weight" in tensors:
+                pair = [tensors[f"{start}.lora_{letter}.weight"] for letter in "BA"]
+                want = want + scale * pair[0] @ pair[1]
+            assert close(value[piece.param_index], want, 1e-5), piece.hub_name
+    if rslora or "w2" not in matrices:
+        # PEFT 0.21 doubles alpha with the rank, which is sqrt 2 too much for rsLoRA, and looks for
+        # gate and up where they lie beside an adapted down
+        return
+    hub = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(hub, tmp_path / "adapter").eval()
+    ids = batches(None, 1)[0]["input_ids"]
     with torch.no_grad():
         assert close(model(ids).logits, theirs(ids).logits, 1e-5)
 

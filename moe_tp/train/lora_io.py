@@ -31,6 +31,7 @@ from moe_tp.errors import CheckpointError, ConfigError
 from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.parameter import local_index, to_local
 from moe_tp.train.lora import Factors, LoRAConfig, adapters, apply_lora, lora_config
+from moe_tp.train.lora_legacy import join_experts
 from moe_tp.train.lora_targets import GROUPS, choose_parameters, group_of
 
 CONFIG = "adapter_config.json"
@@ -165,7 +166,14 @@ def _read(model: Decoder, folder: Path) -> tuple[LoRAConfig, dict[str, torch.Ten
     for key in _UNKNOWN:
         if settings.get(key):
             raise CheckpointError(f"{folder}/{CONFIG}: {key}={settings[key]} is not supported")
-    tensors = load_file(folder / WEIGHTS)
+    settings, tensors = join_experts(
+        model.name_rules,
+        settings,
+        load_file(folder / WEIGHTS),
+        root=_ROOT,
+        name=lambda fqn, fqns: _peft_name(model, fqn, fqns)[:2],
+        pack=pack_experts,
+    )
     every = [f for f in model.name_rules.pieces if group_of(f) is not None]
     # The file says which parameters have adapters; but where one of a layer's two parameters of
     # experts has, its name there does not say which, and the settings do.
