@@ -73,9 +73,9 @@ SIZES: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "q_lora_rank": 48,
         "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
+        "qk_nope_head_dim": 24,
         "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
+        "v_head_dim": 32,  # torch's fused attention on CPUs wants equal widths
     },
 }
 

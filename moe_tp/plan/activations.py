@@ -14,10 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_tp.models.config import ModelConfig
+from moe_tp.parallel.context.sequence import padded_length
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.plan.job import Job
 from moe_tp.plan.params import Kind
 
+_RING_ROWS = 1024  # query rows whose scores a ring holds at a time
 _CHUNK = 1 << 24  # elements of an elementwise pass of the expert kernel
 
 
@@ -75,6 +77,8 @@ def layer_work(
     shared = 4.0 * (gathered * moe.shared_dim // layout.tp) * c
     lists = 24.0 * load.pairs
     apart = layout.ep * layout.etp > 1
+    if apart:  # what goes where, and where it came from
+        lists += 10.0 * tokens * moe.router.top_k + 24.0 * tokens
     rows = load.rows * config.dim * c if apart else 0.0
     router = 12.0 * tokens * moe.router.num_experts
     if job.mode == "full" and not moe.router.frozen:
@@ -141,24 +145,32 @@ def _attention(
     """Return bytes that attention saves, those of its outputs among them, those of backward."""
     a, c, gathered = config.attention, job.compute_bytes, tokens * layout.tp
     heads = a.num_heads // layout.tp
+    value = a.head_dim if a.mla is None else a.mla.value_dim
+    out = gathered * heads * (value * c + 4.0)
+    shared = working = 0.0
+    if layout.cp > 1 and job.cp_kind == "ulysses":  # outputs lie in both orders
+        shared = float(gathered * heads * value * c)
+    elif layout.cp > 1:  # sums in fp32, and in backward three blocks of scores
+        out += gathered * heads * value * 4.0
+        length = padded_length(job.seq_len, layout.cp) // layout.cp
+        blocks = 3.0 * 4.0 * job.micro_batch * heads * min(_RING_ROWS, length) * length
+        working = blocks + 8.0 * gathered * heads * value
     if a.mla is not None:
         mla = a.mla
         latents = 2 * (mla.q_rank or 0) + 2 * mla.kv_rank + mla.rope_dim
-        per_head = 2 * mla.qk_dim + mla.value_dim
-        out = gathered * heads * (mla.value_dim * c + 4.0)
-        working = gathered * heads * (3 * mla.qk_dim + 2 * mla.value_dim) * (c + 2.0)
-        return tokens * latents * c + gathered * heads * per_head * c + out, out, working
+        per_head = 2 * mla.qk_dim + mla.nope_dim + mla.value_dim  # values lie beside keys
+        working += gathered * heads * (3 * mla.qk_dim + 2 * mla.value_dim) * (c + 2.0)
+        saved = float(tokens * latents * c + gathered * heads * per_head * c)
+        return saved + shared + out, out, working
     kv = max(1, -(-heads * a.num_kv_heads // a.num_heads))
-    saved = float((heads + 2 * kv) * a.head_dim * c)
+    each = float((heads + 2 * kv) * a.head_dim * c)
     if a.qk_norm == "head":
-        saved += (heads + kv) * (a.head_dim * c + 4.0)
+        each += (heads + kv) * (a.head_dim * c + 4.0)
     elif a.qk_norm == "full":
-        saved += (heads + kv) * a.head_dim * 8.0
-    out = gathered * heads * (a.head_dim * c + 4.0)
-    if layout.cp > 1 and job.cp_kind == "ring":
-        out += gathered * heads * a.head_dim * 4.0
-    working = gathered * ((2 * heads + 2 * kv) * a.head_dim * (c + 4.0) + 2.0 * config.dim * c)
-    return gathered * saved + out, out, working
+        each += (heads + kv) * a.head_dim * 8.0
+    rotated = (2 * heads + 2 * kv) * a.head_dim * (c + 4.0)
+    working += gathered * (rotated + 2.0 * config.dim * c)
+    return gathered * each + shared + out, out, working
 
 
 __all__ = ["Load", "Work", "layer_work"]
