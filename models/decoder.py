@@ -256,7 +256,10 @@ class Decoder(nn.Module):
         result: dict[int, MoEAux] = {}
         for layer in self.layers if layers is None else map(str, layers):
             block = self.layers[layer]
-            x_TD, aux = run_block(block, self.mesh.runtime.recompute, x_TD, call)
+            runtime = self.mesh.runtime
+            x_TD, aux = run_block(
+                block, runtime.recompute, x_TD, call, resend_rows=runtime.resend_rows
+            )
             if aux is not None:
                 result[int(layer)] = aux
         return x_TD, result

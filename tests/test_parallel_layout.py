@@ -85,7 +85,6 @@ def test_a_layout_checks_itself(settings: dict[str, Any], word: str) -> None:
         ({"pp_schedule": "2f2b"}, "gpipe, 1f1b, interleaved_1f1b, zbv"),
         ({"virtual_stages": 0}, "virtual_stages=0"),
         ({"dp_replicate": -2}, "dp_replicate=-2"),
-        ({"dp_replicate": 2}, "dp_replicate=2 is not supported yet"),
         ({"loss_chunk": 1.5}, "loss_chunk=1.5"),
         ({"compute_dtype": torch.int32}, "compute_dtype=torch.int32"),
         ({"wire_dtype": "bf16"}, "wire_dtype='bf16'"),

@@ -24,6 +24,7 @@ from moe_tp.parallel.parameter import (
     materialise,
     mesh_of,
     named_specs,
+    sharing_casts,
     to_local,
 )
 from moe_tp.parallel.sequence import RMSNorm
@@ -278,3 +279,57 @@ def test_column_linear_of_one_process_is_plain() -> None:
     x = torch.randn(5, 4)
     weight, bias = to_local(layer.weight), to_local(layer.bias)
     torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, weight, bias))
+
+
+class Sum(ParallelModule):
+    """Two vectors that are added, and a matrix."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        for name in ("first", "second"):
+            self.add_parameter(name, ParamSpec(shape=(3,), role="bias", init=ONES), torch.float32)
+        self.add_parameter("matrix", ParamSpec(shape=(3, 3)), torch.float32)
+
+
+def test_terms_of_a_sum_do_not_share_a_gradient() -> None:
+    """G1, G3: a sum gives its terms one gradient; what clips one must not clip the other."""
+    model = Sum(Mesh.single())
+    initialise(model, 0)
+    x = torch.tensor([1.0, 2.0, 3.0])
+    for _ in range(3):
+        ((model.local("first") + model.local("second")) * x).sum().backward()
+    first, second = (model.get_parameter(name).grad for name in ("first", "second"))
+    assert first is not None
+    assert second is not None
+    assert torch.equal(to_local(first), 3 * x)
+    to_local(first).mul_(0.5)
+    assert torch.equal(to_local(second), 3 * x)
+
+
+def test_micro_batches_in_flight_share_one_cast() -> None:
+    """G1, D11: fp32 weights, bf16 compute: one copy whatever is in flight, and none kept after."""
+    model = Sum(Mesh.single(Runtime(compute_dtype=torch.bfloat16)))
+    initialise(model, 0)
+    matrix = model.get_parameter("matrix")
+    weight = to_local(matrix)
+    x = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    losses, casts = [], set()
+    with sharing_casts():
+        for _ in range(3):
+            cast = model.local("matrix")
+            assert cast.dtype is torch.bfloat16
+            casts.add(cast.data_ptr())
+            losses.append((x @ cast.t()).sum())
+            del cast
+        assert len(casts) == 1
+        with torch.no_grad():
+            assert not model.local("matrix").requires_grad
+        for loss in losses:
+            loss.backward()
+    assert matrix.grad is not None
+    torch.testing.assert_close(to_local(matrix.grad), torch.full((3, 3), 6.0))
+    held = (x @ model.local("matrix").t()).sum()  # a graph that outlives the optimiser's step
+    with torch.no_grad():
+        weight.add_(1.0)
+    torch.testing.assert_close(model.local("matrix").float(), weight, rtol=1e-2, atol=1e-2)
+    assert held.requires_grad

@@ -20,6 +20,7 @@ from moe_tp.errors import ConfigError
 from moe_tp.parallel.collectives import Group, accumulate_dtype, raw_all_reduce
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import (
+    REPLICA_AXES,
     NamedSpec,
     ParamSpec,
     gradient_placements,
@@ -52,6 +53,9 @@ def settle_gradients(model: nn.Module) -> None:
     zero gradient, so that all ranks join the same collectives. Other parameters of the model are
     left alone. A second call finds no debt and changes nothing.
 
+    Raises:
+        ConfigError: a parameter that ZeRO should have sharded is not sharded.
+
     Collectives: all-reduces in fp32 over the owed axes (dense: dp_cp, with tp where the gradient
     covers owned tokens only; experts: edp; a tied embedding under pp: also the pipeline's two
         ends), in buckets of 64 MiB.
@@ -64,6 +68,7 @@ def settle_gradients(model: nn.Module) -> None:
         if not entry.param.requires_grad:
             continue
         mesh = entry.module.mesh
+        _check_wrapped(entry)
         grad = _gradient(entry.param, entry.spec)
         rows = entry.module.trained_rows.get(entry.name)
         if rows is not None:
@@ -75,6 +80,18 @@ def settle_gradients(model: nn.Module) -> None:
     for axes in sorted(debts):
         assert mesh is not None
         _pay(debts[axes], _joint_groups(mesh, axes))
+
+
+def _check_wrapped(entry: NamedSpec) -> None:
+    """Refuse a parameter that was laid out for ZeRO and that nothing sums over its replicas."""
+    assert isinstance(entry.param, DTensor)
+    names = entry.param.device_mesh.mesh_dim_names or ()
+    if not set(names) & set(REPLICA_AXES):
+        raise ConfigError(
+            f"{entry.fqn} was laid out for zero={entry.module.mesh.layout.zero}, but nothing "
+            f"shards it, so its gradient would never be summed over its replicas; build it with "
+            f"moe_tp.models.build, or give the layer a mesh with zero=0"
+        )
 
 
 def _gradient(param: nn.Parameter, spec: ParamSpec) -> torch.Tensor:
@@ -176,7 +193,7 @@ def gradient_norm(model: nn.Module, *, norm_type: float = 2.0) -> torch.Tensor:
         local = to_local(param.grad)
         if local.numel() == 0:
             continue
-        value = torch.linalg.vector_norm(local, norm_type, dtype=torch.float64)
+        value = torch.linalg.vector_norm(local, norm_type, dtype=torch.float64).to(total.device)
         if math.isinf(norm_type):
             total = torch.maximum(total, value)
         else:
@@ -231,7 +248,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return optimiser groups of the trainable parameters that never mix kinds of tensor.
 
-    Plain tensors, and DTensors of each mesh and dtype, go apart: the fused and foreach
+    Plain tensors, and DTensors of each mesh, dtype and device, go apart: the fused and foreach
     optimisers of torch cannot take them in one list.
 
     Args:
@@ -254,7 +271,7 @@ def parameter_groups(
         if rate is not None:
             options["lr"] = rate
         axes = param.device_mesh.mesh_dim_names if isinstance(param, DTensor) else None
-        kind = (axes, param.dtype, *options.items())
+        kind = (axes, param.dtype, param.device, *options.items())
         group = groups.setdefault(kind, {"params": [], **options})
         group["params"].append(param)
     return list(groups.values())

@@ -116,12 +116,15 @@ class Runtime:
         compute_dtype: dtype of matmuls and activations; None keeps the parameters' dtype.
         master_dtype: dtype in which parameters lie between steps; None keeps the loaded dtype.
         recompute: activations that backward computes again.
+        resend_rows: under selective recompute send rows to experts again in backward, instead of
+            keeping them.
         pp_schedule: pipeline schedule.
         virtual_stages: model pieces a pipeline rank holds (interleaved; ZBV has always 2).
         stage_layers: layers of each stage, in order; None divides them by cost.
         cp_kind: attention exchange over cp.
-        dp_replicate: replicas of the ZeRO group (HSDP); only 1 so far, which shards over all of
-            dp x cp.
+        dp_replicate: replicas of what ZeRO shards (HSDP): parameters are sharded within each of
+            that many runs of neighbouring ranks (nodes, say) and replicated across them. 1 shards
+            over all replicas.
         offload: keep parameters and optimiser state in host memory.
         deterministic: only bitwise repeatable kernels, by `torch.use_deterministic_algorithms`
             for the whole process; on CPUs runs repeat bit by bit without it.
@@ -140,6 +143,7 @@ class Runtime:
     compute_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
     recompute: Recompute = "none"
+    resend_rows: bool = False
     pp_schedule: PipelineSchedule = "1f1b"
     virtual_stages: int = 1
     stage_layers: tuple[int, ...] | None = None
@@ -168,11 +172,6 @@ class Runtime:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
-        if self.dp_replicate > 1:
-            raise ConfigError(
-                f"dp_replicate={self.dp_replicate} is not supported yet; choose dp_replicate=1, "
-                f"which shards over all of dp x cp"
-            )
         for name in ("compute_dtype", "master_dtype", "wire_dtype"):
             value = getattr(self, name)
             known = isinstance(value, torch.dtype) and value.is_floating_point
@@ -184,3 +183,36 @@ class Runtime:
             raise ConfigError(f"dispatch_rows={self.dispatch_rows} must be at least 1, or None")
         if not math.isfinite(self.timeout) or self.timeout <= 0:
             raise ConfigError(f"timeout={self.timeout} must be a positive number of seconds")
+
+
+def check_sharding(layout: ParallelLayout, runtime: Runtime) -> None:
+    """Refuse what ZeRO cannot do in a resolved layout.
+
+    Raises:
+        ConfigError: `dp_replicate` or `offload` without ZeRO, or `dp_replicate` does not divide
+            the replicas of dense parameters or of experts.
+    """
+    replicate = runtime.dp_replicate
+    if replicate > 1 and layout.zero == 0:
+        raise ConfigError(
+            f"dp_replicate={replicate} says how ZeRO shards, but zero=0 shards nothing; choose "
+            f"zero=1, 2 or 3, or leave dp_replicate out"
+        )
+    assert layout.dp is not None
+    if layout.dp % replicate:
+        raise ConfigError(
+            f"dp_replicate={replicate} does not divide dp={layout.dp}; choose dp_replicate among "
+            f"the divisors of {layout.dp}"
+        )
+    # Experts that lie on one rank each have no replicas: nothing to shard, nothing to replicate.
+    if layout.edp > 1 and layout.edp % replicate:
+        raise ConfigError(
+            f"dp_replicate={replicate} does not divide edp={layout.edp}, the ranks that hold the "
+            f"same experts; choose dp_replicate among the divisors of {layout.edp}, or lower ep "
+            f"or etp so that each of the {replicate} parts holds all experts"
+        )
+    if runtime.offload and layout.zero == 0:
+        raise ConfigError(
+            "offload=True moves what ZeRO shards to host memory, but zero=0 shards nothing; "
+            "choose zero=1, 2 or 3 (on any number of ranks, also one)"
+        )

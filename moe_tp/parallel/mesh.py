@@ -4,6 +4,10 @@ Two grids over the same ranks: dense `(pp, dp_cp, tp)`, where `dp_cp` is dp-majo
 `(pp, edp, ep, etp)`. Parameters lie on sub-meshes of these two (`Mesh.at_rest`); forwards ask for
 the `Group` of an axis (`Mesh.group`). dp and cp are one axis of the dense grid because parameters
 never tell them apart; their own groups are made beside it where both are larger than one.
+
+With `dp_replicate` (HSDP) what ZeRO shards lies on two more grids, in which `dp_cp` is split into
+`(dp_replicate, dp_shard)` and `edp` into `(edp_replicate, edp_shard)`; the shards of one replica
+are neighbouring ranks. Experts without replicas (edp 1) have nothing to split.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moe_tp.errors import ConfigError, RankMismatchError
 from moe_tp.parallel.collectives import Group
-from moe_tp.parallel.layout import ParallelLayout, Runtime
+from moe_tp.parallel.layout import ParallelLayout, Runtime, check_sharding
 
 Domain = Literal["dense", "expert"]
 
@@ -52,6 +56,17 @@ class _Grid:
         place = [int(i) for i in torch.unravel_index(torch.tensor(rank), self.sizes)]
         index = [slice(None) if a in axes else place[d] for d, a in enumerate(self.axes)]
         return tuple(int(r) for r in grid[tuple(index)].flatten())
+
+    def split(self, axis: str, names: tuple[str, str], outer: int) -> _Grid:
+        """Return the grid with `axis` as two axes, the first of size `outer`; itself at 1."""
+        if outer == 1:
+            return self
+        at = self.axes.index(axis)
+        sizes = (outer, self.sizes[at] // outer)
+        return _Grid(
+            (*self.axes[:at], *names, *self.axes[at + 1 :]),
+            (*self.sizes[:at], *sizes, *self.sizes[at + 1 :]),
+        )
 
 
 class Mesh:
@@ -88,6 +103,7 @@ class Mesh:
         refused: ConfigError | None = None
         try:
             layout = layout.resolve(dist.get_world_size())
+            check_sharding(layout, runtime or Runtime())
         except ConfigError as error:
             refused = error
         self._setup(layout, runtime, device, dist.get_rank(), dist.get_world_size())
@@ -102,6 +118,7 @@ class Mesh:
         cls, runtime: Runtime | None = None, device: torch.device | str | None = None
     ) -> Mesh:
         """Return the mesh of one process, which needs no process group."""
+        check_sharding(ParallelLayout(dp=1), runtime or Runtime())
         mesh = cls.__new__(cls)
         mesh._setup(ParallelLayout(dp=1), runtime, device, 0, 1)
         mesh._groups = {axis: Group(axis) for axis in (*_AXES, "pp_ends", "world")}
@@ -134,21 +151,28 @@ class Mesh:
     def _connect(self) -> None:
         lay, kind = self.layout, self.device.type
         assert lay.dp is not None
-        dense_sizes = (lay.pp, lay.dp * lay.cp, lay.tp)
-        expert_sizes = (lay.pp, lay.edp, lay.ep, lay.etp)
-        dense = init_device_mesh(kind, dense_sizes, mesh_dim_names=_DENSE)
-        expert = init_device_mesh(kind, expert_sizes, mesh_dim_names=_EXPERT)
+        replicate = self.runtime.dp_replicate
+        dense = _Grid(_DENSE, (lay.pp, lay.dp * lay.cp, lay.tp))
+        expert = _Grid(_EXPERT, (lay.pp, lay.edp, lay.ep, lay.etp))
+        dense_zero = dense.split("dp_cp", ("dp_replicate", "dp_shard"), replicate)
+        expert_zero = expert.split(
+            "edp", ("edp_replicate", "edp_shard"), replicate if lay.edp > 1 else 1
+        )
+        meshes = {
+            grid: init_device_mesh(kind, grid.sizes, mesh_dim_names=grid.axes)
+            for grid in dict.fromkeys((dense, expert, dense_zero, expert_zero))
+        }
         self._rest: dict[Domain, DeviceMesh] = {
-            "dense": dense["dp_cp", "tp"],
-            "expert": expert["edp", "ep", "etp"],
+            "dense": meshes[dense]["dp_cp", "tp"],
+            "expert": meshes[expert]["edp", "ep", "etp"],
         }
         self._model: dict[Domain, DeviceMesh] = {
-            "dense": dense["tp"],
-            "expert": expert["ep", "etp"],
+            "dense": meshes[dense_zero]["tp"],
+            "expert": meshes[expert_zero]["ep", "etp"],
         }
         self._replicas: dict[Domain, DeviceMesh] = {
-            "dense": dense["dp_cp"],
-            "expert": expert["edp"],
+            "dense": meshes[dense_zero][dense_zero.axes[1:-1]],
+            "expert": meshes[expert_zero][expert_zero.axes[1:-2]],
         }
         everyone = tuple(range(self.world_size))
         world = dist.group.WORLD
@@ -156,7 +180,7 @@ class Mesh:
         if world is not None:
             made[everyone] = world
         limit = timedelta(seconds=self.runtime.timeout)
-        for mesh in (dense, expert):
+        for mesh in meshes.values():
             for axis in mesh.mesh_dim_names or ():
                 group = mesh.get_group(axis)
                 # init_device_mesh takes no timeout and would leave torch's half an hour.
@@ -164,12 +188,16 @@ class Mesh:
                     dist.distributed_c10d._set_pg_timeout(limit, group)
                 made.setdefault(tuple(dist.get_process_group_ranks(group)), group)
         grid = _Grid(("pp", "dp", "cp", "tp"), (lay.pp, lay.dp, lay.cp, lay.tp))
-        expert_grid = _Grid(_EXPERT, expert_sizes)
         self._groups: dict[str, Group] = {}
         for axis, parts in _AXES.items():
-            source = expert_grid if axis in _EXPERT[1:] else grid
+            source = expert if axis in _EXPERT[1:] else grid
             along = partial(source.ranks_along, axes=parts)
             self._groups[axis] = self._make_group(axis, along, made)
+        for source in (dense_zero, expert_zero):
+            for axis in source.axes:
+                if axis not in self._groups:
+                    along = partial(source.ranks_along, axes=(axis,))
+                    self._groups[axis] = self._make_group(axis, along, made)
 
         def ends(rank: int) -> tuple[int, ...]:
             line = grid.ranks_along(rank, ("pp",))
@@ -254,7 +282,7 @@ class Mesh:
         return (self._model if zero_sharded and self.layout.zero else self._rest)[domain]
 
     def replicas(self, domain: Domain) -> DeviceMesh:
-        """Return the one-axis mesh over which parameters of a domain are replicated."""
+        """Return the mesh over which parameters of a domain are replicated: (replicate,) shard."""
         return self._replicas[domain]
 
     @property

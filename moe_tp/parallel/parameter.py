@@ -8,23 +8,27 @@ asks them and never a name.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from moe_tp.errors import ConfigError
-from moe_tp.parallel.collectives import raw_all_gather
+from moe_tp.parallel.collectives import apply_function, raw_all_gather
 from moe_tp.parallel.mesh import Domain, Mesh
 from moe_tp.parallel.random import fill_normal, key_of
 
 Role = Literal["weight", "norm", "bias", "router", "embedding"]
-REPLICA_AXES = ("dp_cp", "edp", "dp_replicate")
+REPLICA_AXES = ("dp_cp", "edp", "dp_replicate", "dp_shard", "edp_replicate", "edp_shard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +183,19 @@ class ParallelModule(nn.Module):
         """Return this rank's part of a parameter, on the autograd path, in the compute dtype."""
         param, spec = getattr(self, name), self.specs[name]
         value: torch.Tensor = param.to_local(grad_placements=gradient_placements(param, spec))
+        if spec.role in ("bias", "norm") or len(spec.shape) < 2:
+            value = apply_function(_OwnGradient, value)
         dtype = self.mesh.runtime.compute_dtype
-        return value if dtype is None or spec.keep_fp32 else value.to(dtype)
+        if dtype is None or spec.keep_fp32 or dtype == value.dtype:
+            return value
+        shared, key = _casts.get(), (id(self), name, value.requires_grad)
+        held = None if shared is None else shared.get(key)
+        cast = None if held is None else held()
+        if cast is None:
+            cast = value.to(dtype)
+            if shared is not None:
+                shared[key] = weakref.ref(cast)
+        return cast
 
     def with_low_rank(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return `y`, this module's product for the input `x`, with the adapter's term.
@@ -210,6 +225,42 @@ class ParallelModule(nn.Module):
             for name in names:
                 store[name] = store.pop(name)
         return self
+
+
+_Casts = dict[tuple[int, str, bool], "weakref.ref[torch.Tensor]"]
+_casts: ContextVar[_Casts | None] = ContextVar("casts", default=None)
+
+
+@contextlib.contextmanager
+def sharing_casts() -> Iterator[None]:
+    """Let graphs that are alive together hold one cast of each parameter.
+
+    Without it each of a pipeline's micro-batches in flight keeps its own bf16 copy of fp32 weights.
+    Inside, parameters must not change: nothing here would notice.
+    """
+    token = _casts.set({})
+    try:
+        yield
+    finally:
+        _casts.reset(token)
+
+
+class _OwnGradient(Function):
+    """The identity; its gradient is a tensor of its own.
+
+    A sum hands one gradient to all of its terms, and autograd, which copies such a gradient before
+    it keeps it, does not see through a DTensor: two parameters would then share their `grad`, and
+    what is done to the one in place would be done to both. Only what is added needs this; the
+    gradient of a matrix is the result of a product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0].clone()
 
 
 def gradient_placements(param: DTensor, spec: ParamSpec) -> list[Placement]:
@@ -324,8 +375,24 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
-    """Allocate what was built on the meta device; values are uninitialised."""
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    """Allocate what was built on the meta device; values are uninitialised.
+
+    Args:
+        model: after `apply_zero`.
+        device: where it lies, but for what ZeRO keeps in host memory (`Runtime.offload`).
+    """
+    host = {
+        id(entry.param)
+        for entry in named_specs(model)
+        if entry.module.mesh.runtime.offload and entry.spec.zero_sharded
+    }
+
+    def allocate(value: torch.Tensor) -> torch.Tensor:
+        if not value.is_meta:
+            return value
+        return torch.empty_like(value, device="cpu" if id(value) in host else device)
+
+    model._apply(allocate)
 
 
 def to_local(value: torch.Tensor) -> torch.Tensor:
@@ -342,7 +409,7 @@ def full_logical(value: torch.Tensor, spec: ParamSpec, mesh: Mesh) -> torch.Tens
     Collectives: all-gather over the axes that split it. For checks on small models.
     """
     assert isinstance(value, DTensor)
-    full = to_local(value)
+    full = to_local(value).to(mesh.device)
     steps, length = [], list(value.shape)
     for split in splits(value):
         steps.append((split, length[split.dim]))

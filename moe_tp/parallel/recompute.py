@@ -91,7 +91,8 @@ def kept_tensor() -> torch.Tensor | None:
     tape = _replaying.get()
     if tape is None or not tape.keeps_rows or not _keeping.get():
         return None
-    value: torch.Tensor = recall()
+    value = recall()
+    assert isinstance(value, torch.Tensor)
     return value.detach()  # an alias: autograd marks what a function returns
 
 

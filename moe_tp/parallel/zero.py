@@ -11,6 +11,13 @@
 Norms, routers, gates, replicated KV heads and biases that are added on owned tokens stay whole:
 they are small, kept out of the bf16 cast, and `settle_gradients` sums them in fp32. All reductions
 are sums; the loss has been divided already.
+
+With `dp_replicate` (HSDP, arXiv:2304.11277, section 3.2.2) the shards lie on the ranks of one
+replica and gradients are summed in two hops: a reduce-scatter inside the replica as the stage says,
+and an all-reduce of the shards across replicas after the last micro-batch. Experts are replicated
+as often, their shards within the same runs of ranks; where each lies on one rank (edp 1) there is
+nothing to do. With `offload` what is sharded rests in host memory, with its gradient and so its
+optimiser state.
 """
 
 from __future__ import annotations
@@ -72,14 +79,16 @@ def apply_zero(
         reduce_dtype=accumulate_dtype(widest),
         cast_forward_inputs=False,
     )
-    offload = CPUOffloadPolicy() if runtime.offload else OffloadPolicy()
+    pinned = mesh.device.type != "cpu"
+    offload = CPUOffloadPolicy(pin_memory=pinned) if runtime.offload else OffloadPolicy()
     whole = {entry.param for entry in named_specs(model) if not entry.spec.zero_sharded}
     tops = [WrapUnit(root, "dense") for root in roots or [model]]
     for unit in (*units, *tops):
-        size = mesh.replicas(unit.domain).size()
+        replicas = mesh.replicas(unit.domain)
+        size = replicas.size(-1)
         fully_shard(
             unit.module,
-            mesh=mesh.replicas(unit.domain),
+            mesh=replicas,
             reshard_after_forward=stage == 3 and unit not in tops,
             shard_placement_fn=functools.partial(_shard_dim, size=size),
             mp_policy=policy,
@@ -112,10 +121,19 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def set_last_micro_batch(model: nn.Module, mesh: Mesh, last: bool) -> None:
-    """Say whether the next backward is the step's last: stage 1 sums gradients only then."""
-    if mesh.layout.zero == 1:
-        for module in fsdp_modules(model):
+    """Say whether the next backward is the step's last.
+
+    Until then stages 1 and 2 keep whole parameters, stage 1 sums no gradients, and stages 2 and 3
+    sum none across the replicas of HSDP.
+    """
+    stage = mesh.layout.zero
+    for module in fsdp_modules(model):
+        if stage < 3:
+            module.set_reshard_after_backward(last, recurse=False)
+        if stage == 1:
             module.set_requires_gradient_sync(last, recurse=False)
+        elif mesh.runtime.dp_replicate > 1:
+            module.set_requires_all_reduce(last, recurse=False)
 
 
 def reshard(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.pipelining.schedules import (
 
 from moe_tp.errors import ConfigError
 from moe_tp.parallel.mesh import Mesh
+from moe_tp.parallel.parameter import sharing_casts
 from moe_tp.parallel.pipeline.stages import holder_of, num_stages
 
 _SCHEDULES: dict[str, Any] = {
@@ -98,7 +99,8 @@ def train_pipeline(
         ) from error
     inputs = (first_input,) if 0 in stages else ()
     target = torch.zeros(micro_batches, device=mesh.device) if total - 1 in stages else None
-    schedule.step(*inputs, target=target, return_outputs=False, **arguments)
+    with sharing_casts():
+        schedule.step(*inputs, target=target, return_outputs=False, **arguments)
     return results
 
 
