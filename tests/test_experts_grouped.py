@@ -132,6 +132,18 @@ def test_grouped_mm_equals_loop(act: Activation) -> None:
         close(step(received, tensors, act, "sliced", torch.bfloat16), want, 3e-2)
 
 
+@pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
+def test_bf16_is_as_close_as_the_loop(act: Activation) -> None:
+    """Passes that round to bf16 lose no more than plain bf16 autograd does."""
+    received, tensors = make(23, bias=True)
+    want = step(received, tensors, act, "loop")
+    rounded = {backend: step(received, tensors, act, backend, torch.bfloat16)
+               for backend in ("loop", "sliced", "grouped_mm")}  # fmt: skip
+    for name, exact in want.items():
+        loop, *others = ((got[name].double() - exact).norm() for got in rounded.values())
+        assert all(error <= 2 * loop for error in others), name
+
+
 @pytest.mark.parametrize("backend", ["loop", "sliced", "grouped_mm"])
 def test_expert_without_tokens_has_zero_gradient(backend: str) -> None:
     """D3: exactly zero, also in memory that held another gradient before."""

@@ -55,7 +55,7 @@ def matmul_floor(
         dtype: of everything.
     """
     ep, etp = mesh.size("ep"), mesh.size("etp")
-    experts, hidden, width = max(shape.experts // ep, 1), shape.expert_dim // etp, shape.dim
+    experts, hidden, width = -(-shape.experts // ep), shape.expert_dim // etp, shape.dim
     rows = max(tokens * shape.top_k * etp // experts, 1)
     options = {"dtype": dtype, "device": mesh.device}
     x_enD = torch.randn(experts, rows, width, **options)  # type: ignore[call-overload]
@@ -98,7 +98,7 @@ def exchange_floor(
     group = mesh.group("ep")
     if group.process_group is None:
         return lambda: None
-    rank_TK = assignment.ids_TK // (assignment.num_experts // group.size)
+    rank_TK = assignment.ids_TK // -(-assignment.num_experts // group.size)
     distinct = [int((rank_TK == rank).any(dim=1).sum()) for rank in range(group.size)]
     distinct[group.rank] = 0
     mine = torch.tensor(distinct, device=mesh.device)

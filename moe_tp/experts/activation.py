@@ -62,7 +62,7 @@ class ActivationStep:
     def weigh(self) -> None:
         """Take `hidden_NF` holding `act`: settle the weights' gradient, weigh hidden and grad."""
         torch.mul(self.grad_NF, self.hidden_NF, out=self.d_gate_NF)
-        torch.sum(self.d_gate_NF, dim=1, out=self.d_weight_N)
+        torch.sum(self.d_gate_NF, dim=1, dtype=self.d_weight_N.dtype, out=self.d_weight_N)
         self.hidden_NF.mul_(self.weight_N1)
         self.grad_NF.mul_(self.weight_N1)
 
@@ -156,21 +156,24 @@ class ClampedSwiGLU:
         self, out_NF: torch.Tensor, gate_NF: torch.Tensor, up_NF: torch.Tensor
     ) -> None:
         """Fill `out_NF` with the clamped activation."""
-        out_NF.copy_(self.apply(gate_NF, up_NF))
+        # many steps, so all of them in fp32
+        exact = torch.promote_types(out_NF.dtype, torch.float32)
+        out_NF.copy_(self.apply(gate_NF.to(exact), up_NF.to(exact)))
 
     def backward_into(self, step: ActivationStep) -> None:
         """Do the backward of `weight * act(gate, up)`."""
-        gate = step.gate_NF.clamp(max=self.limit)
-        up = step.up_NF.clamp(-self.limit, self.limit)
+        exact = torch.promote_types(step.grad_NF.dtype, torch.float32)
+        gate = step.gate_NF.to(exact).clamp(max=self.limit)
+        up = step.up_NF.to(exact).clamp(-self.limit, self.limit)
         sigmoid = torch.sigmoid(self.alpha * gate)
-        torch.mul((up + 1) * gate, sigmoid, out=step.hidden_NF)
+        step.hidden_NF.copy_((up + 1) * gate * sigmoid)
         step.weigh()
         slope = sigmoid * (1 + self.alpha * gate * (1 - sigmoid))
         # clamp passes the gradient at the limit itself, as torch's own backward does
         gate_open = step.gate_NF <= self.limit
         up_open = (step.up_NF >= -self.limit) & (step.up_NF <= self.limit)
-        torch.mul(step.grad_NF * (up + 1), slope * gate_open, out=step.d_gate_NF)
-        torch.mul(step.grad_NF * gate, sigmoid * up_open, out=step.d_up_NF)
+        step.d_gate_NF.copy_(step.grad_NF * (up + 1) * slope * gate_open)
+        step.d_up_NF.copy_(step.grad_NF * gate * sigmoid * up_open)
 
 
 def activation(name: str) -> Activation:

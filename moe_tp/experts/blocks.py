@@ -109,13 +109,10 @@ class Block:
         return row_n if self.valid_P1 is None else torch.where(self.valid_P1[:, 0], row_n, 0)
 
     def add_to_rows(
-        self, out_RD: torch.Tensor, row_n: torch.Tensor, y_nD: torch.Tensor, scratch: Scratch
+        self, out_RD: torch.Tensor, row_n: torch.Tensor, y_nD: torch.Tensor
     ) -> torch.Tensor:
-        """Return `out_RD` with each pair's row added, in the order of the pairs."""
+        """Return `out_RD` with each pair's row added, of its dtype, in the order of the pairs."""
         if self.ends_e is None:
-            if y_nD.dtype != out_RD.dtype:
-                rows, width = y_nD.shape
-                y_nD = scratch.get("wide", rows, width, out_RD.dtype).copy_(y_nD)
             if not out_RD.is_cuda:  # one row after the other
                 return out_RD.index_add_(0, row_n, y_nD)
             # a row meets an expert at most once, so no two additions meet in one call
@@ -124,7 +121,7 @@ class Block:
             return out_RD
         if self.valid_P1 is not None:
             row_n = torch.where(self.valid_P1[:, 0], row_n, out_RD.shape[0])
-        return out_RD.add_(sum_rows(y_nD.to(out_RD.dtype), plan_sums(row_n, out_RD.shape[0])))
+        return out_RD.add_(sum_rows(y_nD, plan_sums(row_n, out_RD.shape[0])))
 
 
 def make_blocks(

@@ -1,4 +1,7 @@
-"""The weighted activation of a block, forward and backward, in pieces that stay in cache.
+"""The activation of a block, forward and backward, in pieces that stay in cache.
+
+Every pass computes in fp32 and rounds what it writes to the dtype of the rows: casting whole
+buffers to fp32 and back costs more on a CPU than all the rest. The sums that follow are in fp32.
 
 Letters: n pairs of one block · N two times F · F expert hidden.
 """
@@ -8,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from moe_tp.experts.activation import Activation, ActivationStep
-from moe_tp.experts.blocks import PASS, Scratch
+from moe_tp.experts.blocks import PASS
 
 CHUNK = {"cpu": PASS, "cuda": 1 << 24}  # elements of one elementwise pass; CPU: stay in cache
 
@@ -18,26 +21,12 @@ def _chunks(rows: int, columns: int, device: torch.device) -> list[slice]:
     return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
 
 
-def activate(
-    gate_up_nN: torch.Tensor,
-    weight_n: torch.Tensor,
-    hidden_nF: torch.Tensor,
-    scratch: Scratch,
-    act: Activation,
-) -> None:
-    """Fill `hidden_nF` with weight times activation, worked out in fp32."""
+def activate(gate_up_nN: torch.Tensor, hidden_nF: torch.Tensor, act: Activation) -> None:
+    """Fill `hidden_nF` with the activation."""
     rows, size = hidden_nF.shape
-    exact = torch.promote_types(gate_up_nN.dtype, torch.float32)
     for chunk in _chunks(rows, size, hidden_nF.device):
-        gate_up, hidden = gate_up_nN[chunk], hidden_nF[chunk]
-        if exact != gate_up_nN.dtype:
-            count = gate_up.shape[0]
-            gate_up = scratch.get("wide_gate_up", count, 2 * size, exact).copy_(gate_up)
-            hidden = scratch.get("wide_hidden", count, size, exact)
-        act.forward_into(hidden, gate_up[:, :size], gate_up[:, size:])
-        hidden.mul_(weight_n[chunk, None])
-        if exact != gate_up_nN.dtype:
-            hidden_nF[chunk].copy_(hidden)
+        gate_up = gate_up_nN[chunk]
+        act.forward_into(hidden_nF[chunk], gate_up[:, :size], gate_up[:, size:])
 
 
 def activate_backward(
@@ -47,34 +36,22 @@ def activate_backward(
     hidden_nF: torch.Tensor,
     d_gate_up_nN: torch.Tensor,
     d_weight_n: torch.Tensor,
-    scratch: Scratch,
     act: Activation,
 ) -> None:
-    """Fill hidden, pre-activation gradients and weight gradients from `grad_nF` (overwritten)."""
+    """Fill weighted hidden, pre-activation and weight gradients from `grad_nF` (overwritten)."""
     rows, size = hidden_nF.shape
-    exact = torch.promote_types(gate_up_nN.dtype, torch.float32)
-    cast = exact != gate_up_nN.dtype
+    weight_n1 = weight_n.to(grad_nF.dtype)[:, None]
     for chunk in _chunks(rows, size, hidden_nF.device):
-        given = (grad_nF[chunk], gate_up_nN[chunk], hidden_nF[chunk], d_gate_up_nN[chunk])
-        grad, gate_up, hidden, d_gate_up = given
-        if cast:
-            count = grad.shape[0]
-            grad = scratch.get("wide_grad", count, size, exact).copy_(grad)
-            gate_up = scratch.get("wide_gate_up", count, 2 * size, exact).copy_(gate_up)
-            hidden = scratch.get("wide_hidden", count, size, exact)
-            d_gate_up = scratch.get("wide_d_gate_up", count, 2 * size, exact)
+        gate_up, d_gate_up = gate_up_nN[chunk], d_gate_up_nN[chunk]
         act.backward_into(
             ActivationStep(
-                grad_NF=grad,
+                grad_NF=grad_nF[chunk],
                 gate_NF=gate_up[:, :size],
                 up_NF=gate_up[:, size:],
-                weight_N1=weight_n[chunk, None],
-                hidden_NF=hidden,
+                weight_N1=weight_n1[chunk],
+                hidden_NF=hidden_nF[chunk],
                 d_gate_NF=d_gate_up[:, :size],
                 d_up_NF=d_gate_up[:, size:],
                 d_weight_N=d_weight_n[chunk],
             )
         )
-        if cast:
-            given[2].copy_(hidden)
-            given[3].copy_(d_gate_up)

@@ -5,11 +5,12 @@ on this rank · r adapter rank.
 
 For a pair (row x, expert i, weight w) the contribution to the row's sum is
 
-    (w * act(G_i x + g_i, U_i x + u_i)) D_i^T + w * d_i
+    w * (act(G_i x + g_i, U_i x + u_i) D_i^T + d_i)
 
-The weight goes in before the down projection, so that combining is a plain sum and the router's
-gradient needs no expert output: it is the sum over F of gradient times activation. The sums of a
-row are taken in fp32 (fp64 for fp64) in the order of the experts.
+The weight goes in on this rank, in fp32, so that combining is a plain sum; in backward it goes in
+before the down projection, so that the router's gradient needs no expert output: it is the sum
+over F of gradient times activation. The sums of a row are taken in fp32 (fp64 for fp64) in the
+order of the experts.
 
 Back ends (`Runtime.experts`): `loop` is the plain reference; `sliced` walks the experts with
 buffers that stay in cache; `grouped_mm` runs each projection of all experts as one torch call.

@@ -94,20 +94,29 @@ def _forward_block(
     scratch: Scratch,
     act: Activation,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the block's pre-activations `[n, 2F]` and expert outputs `[n, D]`."""
+    """Return the block's pre-activations `[n, 2F]` and weighted outputs `[n, D]`, in fp32."""
     dtype, count = rows_RD.dtype, row_n.shape[0]
     x_nD = _gather(rows_RD, row_n, scratch, "x")
     gate_up_nN = _pre_activation(block, x_nD, weights, gate_up_nN)
     hidden_nF = scratch.get("down_in", count, weights.hidden, dtype)
-    activate(gate_up_nN, weight_n, hidden_nF, scratch, act)
+    activate(gate_up_nN, hidden_nF, act)
     # x is not needed any more
     y_nD = block.nt(hidden_nF, weights.down_eDF, x_nD)
     if weights.down_a is not None and weights.down_b is not None:
         low_nr = block.nt(hidden_nF, weights.down_a)
         y_nD.add_(block.nt(low_nr, weights.down_b), alpha=weights.scale)
+    y_nD = _widen(y_nD, scratch)
     if weights.down_bias_eD is not None:
-        y_nD = y_nD + weight_n[:, None] * block.each_row(weights.down_bias_eD)
-    return gate_up_nN, y_nD
+        y_nD.add_(block.each_row(weights.down_bias_eD))
+    return gate_up_nN, y_nD.mul_(weight_n[:, None])
+
+
+def _widen(y_nD: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """Return the rows in fp32 or more, as sums want them."""
+    exact = torch.promote_types(y_nD.dtype, torch.float32)
+    if y_nD.dtype == exact:
+        return y_nD
+    return scratch.get("wide", y_nD.shape[0], y_nD.shape[1], exact).copy_(y_nD)
 
 
 class _Gradients:
@@ -163,9 +172,8 @@ def _backward_inputs(
         low_grad_nr = block.nn(dy_nD, weights.down_b).mul_(weights.scale)
         d_hidden_nF.add_(block.nn(low_grad_nr, weights.down_a))
     activate_backward(
-        d_hidden_nF, gate_up_nN, weight_n, hidden_nF, d_gate_up_nN, d_weight_n, scratch,
-        options.activation,
-    )  # fmt: skip
+        d_hidden_nF, gate_up_nN, weight_n, hidden_nF, d_gate_up_nN, d_weight_n, options.activation
+    )
     if weights.down_bias_eD is not None:
         bias = block.each_row(weights.down_bias_eD)
         d_weight_n.add_((dy_nD * bias).sum(dim=1, dtype=d_weight_n.dtype))
@@ -298,7 +306,7 @@ class ExpertKernel(Function):
                 block, rows_RD, row_n, weight_P[pairs], weights, gate_up_nN, scratch,
                 options.activation,
             )  # fmt: skip
-            out_RD = block.add_to_rows(out_RD, row_n, y_nD, scratch)
+            out_RD = block.add_to_rows(out_RD, row_n, y_nD)
             if keep and options.grouped:
                 saved_PN = gate_up_nN
         ctx.options, ctx.blocks = options, blocks
@@ -352,7 +360,7 @@ class ExpertKernel(Function):
                     block, x_nD, dy_nD, weight_P[pairs], hidden_nF, d_gate_up_nN, weights, grads
                 )
             if d_rows_RD is not None and dx_nD is not None:
-                d_rows_RD = block.add_to_rows(d_rows_RD, row_n, dx_nD, scratch)
+                d_rows_RD = block.add_to_rows(d_rows_RD, row_n, _widen(dx_nD, scratch))
             if block.valid_P1 is not None:
                 d_weight_P = torch.where(block.valid_P1[:, 0], d_weight_P, 0)
         if d_rows_RD is not None:

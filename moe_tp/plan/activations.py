@@ -20,7 +20,6 @@ from moe_tp.plan.job import Job
 from moe_tp.plan.params import Kind
 
 _RING_ROWS = 1024  # query rows whose scores a ring holds at a time
-_CHUNK = 1 << 24  # elements of an elementwise pass of the expert kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +128,6 @@ def _kernel(
     moved = rows * (4.0 + 4.0 + c + 4.0)
     inner = pairs * (3.0 * c + exact)  # expanded rows, their gradients in and out
     inner += 4.0 * load.pairs * hidden * c  # of hidden, of pre-activations, and hidden itself
-    if exact:
-        inner += 6.0 * 4.0 * min(load.pairs * hidden, _CHUNK)
     if job.mode == "full":
         inner += weights * c  # gradients of all
         two_thirds = weights * 2 // 3
