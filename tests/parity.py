@@ -1,7 +1,9 @@
 """Run the parity sweep and write its table: `python tests/parity.py [--set base|full]`.
 
-Finished runs are kept in a state file, so that a sweep that was stopped goes on where it was. Exit
-status 1 when a layout neither agrees with one process nor is refused.
+Finished runs are kept in a state file, so that a sweep that was stopped goes on where it was, and
+several processes can share one: `--share 1/2` and `--share 2/2` run a half each, and whoever runs
+without it afterwards writes the table. Exit status 1 when a layout neither agrees with one process
+nor is refused.
 """
 
 from __future__ import annotations
@@ -27,17 +29,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--set", choices=tuple(SETS), default="base", dest="which")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "parity.jsonl")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "parity.md")
+    parser.add_argument("--share", default="1/1", help="run the I-th of N parts, as I/N")
+    parser.add_argument("--limit", type=int, help="stop after so many runs")
     parser.add_argument("--fresh", action="store_true", help="forget earlier runs")
     options = parser.parse_args()
     if options.fresh:
         options.state.unlink(missing_ok=True)
     options.state.parent.mkdir(parents=True, exist_ok=True)
-    todo = cases(options.which, options.ranks)
-    done = load_state(options.state)
-    left = [case for case in todo if case.key not in done]
+    part, parts = map(int, options.share.split("/"))
+    todo = cases(options.which, options.ranks)[part - 1 :: parts]
+    done = load_state(options.state, options.steps)
+    left = [case for case in todo if case.key not in done][: options.limit]
     print(f"{len(todo)} layouts, {len(todo) - len(left)} of them done before", flush=True)
 
     def keep(row: dict[str, Any]) -> None:
@@ -48,8 +53,11 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="moe_tp_parity_") as folder:
         sweep(Path(folder), left, steps=options.steps, done=done, keep=keep)
-    rows = [done[case.key] for case in todo]
+    rows = [done[case.key] for case in todo if case.key in done]
     bad = failed(rows)
+    if parts > 1 or len(rows) < len(todo):
+        print(f"{len(rows)} of {len(todo)} runs of this part are done; {len(bad)} failed")
+        return 1 if bad else 0
     options.out.write_text(_document(options.which, options.steps, rows, bad))
     print(f"{len(rows) - len(bad)} of {len(rows)} right; the table is {options.out}")
     for key in bad:
