@@ -11,12 +11,12 @@ from test_train_lora import Layout, batches, close, gather, make
 
 from moe_tp.errors import ConfigError
 from moe_tp.experts.router import Router, update_router_bias
-from moe_tp.parallel.gradients import settle_gradients
+from moe_tp.parallel.gradients import clip_grad_norm, settle_gradients
 from moe_tp.parallel.parameter import named_specs
 from moe_tp.testing import run_ranks
 from moe_tp.train.config import FinetuneConfig, TrainConfig
 from moe_tp.train.freeze import choose_trained
-from moe_tp.train.optim import make_optimizer
+from moe_tp.train.optim import make_optimizer, set_rate
 from moe_tp.train.settings import from_mapping
 from moe_tp.train.step import forward_backward
 
@@ -90,6 +90,17 @@ def test_some_experts_on_a_layout() -> None:
     for layout in ({"dp": 2, "tp": 2, "ep": 2, "etp": 2}, {"dp": 4, "ep": 2, "zero": 3}):
         for got in run_ranks(moved, 4, layout, "mixtral", freeze, only):
             assert all(close(got[n], one[n], 1e-8) for n in one)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
+def test_an_optimiser_of_nothing(kind: Any) -> None:
+    """What a pipeline rank of frozen layers has; it steps with the others."""
+    model = make({}, dtype=torch.float32).requires_grad_(False)
+    optimizer = make_optimizer(model, TrainConfig(steps=2, lr=0.5, optimizer=kind))
+    assert set_rate(optimizer, 0.5) == 0.25
+    settle_gradients(model)
+    assert clip_grad_norm(model, 1.0) == 0.0
+    optimizer.step()
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ def make_optimizer(model: nn.Module, config: TrainConfig, *, seed: int = 0) -> O
     groups = parameter_groups(
         model, weight_decay=config.weight_decay, lr=config.lr, router_lr=config.router_lr
     )
+    if not groups:  # a pipeline rank of frozen layers
+        groups = [{"params": [], "lr": config.lr, "weight_decay": 0.0}]
     for group in groups:
         group["peak_lr"] = group["lr"]
     if config.optimizer == "sgd":
@@ -55,7 +57,7 @@ def _parted(groups: list[dict[str, Any]], matrices: set[nn.Parameter]) -> list[d
     for group in groups:
         for kind in (True, False):
             params = [p for p in group["params"] if (p in matrices) == kind]
-            if params:
+            if params or not (kind or group["params"]):
                 found.append({**group, "params": params, "matrices": kind})
     return found
 
