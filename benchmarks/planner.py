@@ -268,19 +268,26 @@ def parts_of(value: torch.Tensor) -> list[torch.Tensor]:
     return [getattr(local, name) for name in names if hasattr(local, name)] or [local]
 
 
-def skew_of(case: Case, found: Found) -> float:
-    """Return the pairs of the busiest rank of ep over the mean, of all layers together."""
+def with_skews(job: Job, case: Case, found: Found) -> Job:
+    """Return the job with the skew of a run: of all layers together, and of the fullest one."""
     ep = case.layout.get("ep", 1)
-    counts = torch.tensor(found.counts_LE).sum(0)
-    share = -(-len(counts) // ep)
-    loads = torch.stack([part.sum() for part in counts.split(share)])
-    return float(loads.max() / loads.double().mean())
+    counts_LE = torch.tensor([row for row in found.counts_LE if any(row)], dtype=torch.float64)
+    share = -(-counts_LE.shape[1] // ep)
+    loads_LP = torch.stack([part.sum(1) for part in counts_LE.split(share, dim=1)], dim=1)
+    loads_LP /= loads_LP.mean(1, keepdim=True)
+    busiest = int(loads_LP.sum(0).argmax())
+    own_L = loads_LP[:, busiest]
+    return replace(
+        job,
+        skew=max(1.0, float(own_L.mean())),
+        layer_skew=max(1.0, float(own_L.max())),
+    )
 
 
 def compare(case: Case) -> tuple[int, Memory]:
     """Return measured bytes and the planner's figure."""
     found = max(run_ranks(measure, case.ranks, case, timeout=200.0), key=lambda f: f.peak)
-    job = replace(case.planned_for(), skew=max(1.0, skew_of(case, found)))
+    job = with_skews(case.planned_for(), case, found)
     planner = Planner(model_config(case.model), job)
     return found.peak, planner.peak(ParallelLayout(**case.layout).resolve(case.ranks))
 

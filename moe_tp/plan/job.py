@@ -58,7 +58,8 @@ class Job:
         master_bytes: of a trained parameter at rest; its gradient takes as many.
         lora_rank: of adapters on attention and experts; adapters are fp32.
         loss_chunk: tokens whose logits are held at a time.
-        skew: rows and pairs of the busiest rank over the mean.
+        skew: rows and pairs of the busiest rank over the mean, in all layers together.
+        layer_skew: the same in its fullest layer; None takes `skew`.
         margin: fraction added for fragmentation.
         reserve: bytes of the context and of communication buffers.
 
@@ -83,6 +84,7 @@ class Job:
     lora_rank: int = 16
     loss_chunk: int = 1024
     skew: float = 1.25
+    layer_skew: float | None = None
     margin: float = 0.05
     reserve: float = 1.5e9
 
@@ -95,8 +97,10 @@ class Job:
         for name in ("seq_len", "global_batch", "micro_batch", "lora_rank", "loss_chunk"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.skew < 1.0:
-            raise ConfigError(f"skew={self.skew} is the busiest rank over the mean: at least 1")
+        for name in ("skew", "layer_skew"):
+            value = getattr(self, name)
+            if value is not None and not value >= 1.0:
+                raise ConfigError(f"{name}={value} is the busiest rank over the mean: at least 1")
 
     @property
     def runtime(self) -> Runtime:

@@ -255,8 +255,9 @@ class Planner:
         works = {kind: (self.work(kind, layout), n) for _, kind, n in held if kind in _LAYERS}
         kept = sum(work.kept * n for work, n in works.values()) * in_flight
         kept += self._ends(layout, stage, micro, in_flight)
+        skew = job.layer_skew or job.skew
         fullest = max(
-            (work for work, _ in works.values()),
+            (self.work(kind, layout, skew) for kind in works),
             key=lambda w: w.again + w.moved + w.backward,
             default=_IDLE,
         )
@@ -375,13 +376,19 @@ class Planner:
         head = words * config.dim * (cast + (4 + c if job.mode == "full" else 0))
         return chunk + head + streams
 
-    def work(self, kind: Kind, layout: ParallelLayout) -> Work:
-        """Return what one layer holds of a micro-batch, on the busiest rank."""
+    def work(self, kind: Kind, layout: ParallelLayout, skew: float | None = None) -> Work:
+        """Return what one layer holds of a micro-batch, on the busiest rank.
+
+        Args:
+            kind: `dense` or `moe`.
+            layout: resolved.
+            skew: of the layer; None is the job's.
+        """
         tokens = self.job.owned_tokens(layout)
-        key = (kind, tokens, layout.tp, layout.cp > 1, layout.ep, layout.etp)
+        skew = (skew or self.job.skew) if layout.ep > 1 else 1.0
+        key = (kind, tokens, layout.tp, layout.cp > 1, layout.ep, layout.etp, skew)
         if key not in self._work:
             job, router = self.job, self.config.moe.router
-            skew = job.skew if layout.ep > 1 else 1.0
             each = tokens * layout.etp * skew
             load = Load(rows=each * self.rows(layout.ep), pairs=each * router.top_k)
             found = self.pieces(kind, layout)

@@ -125,6 +125,8 @@ def stage_traffic(
             total.add("pp", "send", "forward", (rows + 4) * micro, micro)
         if not stage.first:
             total.add("pp", "send", "backward", (rows + 4) * micro, micro)
+        neighbours = (not stage.first) + (not stage.last)
+        total.add("pp", "send", "forward", 4 * neighbours, neighbours, once=True)  # hello
         total.add("pp", "all_reduce", "forward", reduced(8, layout.pp), once=True)
         for numbers in (config.moe.router.num_experts, len(SUMS)):
             size = config.num_layers * numbers * 8
@@ -274,7 +276,7 @@ def _dispatch(planner: Planner, layout: ParallelLayout, total: _Sum, again: int)
     pairs = float(tokens * config.moe.router.top_k)
     away, others = (ep - 1) / ep, etp - 1
     # Selective recompute keeps what arrived; sums on their way back are never sent again.
-    if job.recompute == "selective":
+    if job.recompute == "selective" and not job.resend_rows:
         again = 1
     if ep > 1:
         there = 16.0 * (ep - 1) + 6 * pairs * away + rows * away * dim * c
