@@ -125,7 +125,7 @@ def widest_round(source: str, target: str, window: int) -> int:
         save_hub(model, target, rules, {}, max_shard_size=1500)
     finally:
         supply.ModelSupply.exchange = exchange  # type: ignore[method-assign]
-        writer.WINDOW, writer._LEAST = 64 << 20, 1 << 20
+        writer.WINDOW, writer._LEAST = 32 << 20, 1 << 20
     return most
 
 

@@ -45,7 +45,7 @@ from moe_tp.errors import CheckpointError
 from moe_tp.parallel.collectives import Group
 from moe_tp.parallel.parameter import mesh_of
 
-WINDOW = 64 << 20  # bytes of all ranks' windows of a round together
+WINDOW = 32 << 20  # bytes of all ranks' windows of a round together
 _LEAST = 1 << 20
 _PIECE = 8 << 20  # bytes copied at once
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf", ".h5", ".msgpack", ".onnx")
