@@ -18,6 +18,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from moe_tp.errors import ConfigError, DataError
+from moe_tp.experts.losses import SUMS
 from moe_tp.experts.moe import MoEAux
 from moe_tp.models.blocks import Block, Call
 from moe_tp.models.config import ModelConfig
@@ -344,11 +345,13 @@ class Decoder(nn.Module):
         device = self.mesh.device
         experts = self.config.moe.router.num_experts
         counts = torch.zeros(self.config.num_layers, experts, dtype=torch.int64, device=device)
+        sums = torch.zeros(len(counts), len(SUMS), dtype=torch.float64, device=device)
         loss = torch.zeros((), device=device)
         for layer, aux in layer_aux.items():
             counts[layer] = aux.counts_E.detach()
+            sums[layer] = aux.sums()
             loss = loss + aux.loss
-        return Aux(loss=loss, counts_LE=counts)
+        return Aux(loss=loss, counts_LE=counts, sums_LM=sums)
 
 
 def _check_layout(config: ModelConfig, mesh: Mesh) -> None:

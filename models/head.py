@@ -23,10 +23,12 @@ class Aux:
     Args:
         loss: sum over layers of the weighted balance and z losses, its global value on every rank.
         counts_LE: tokens of each layer and expert over all ranks; zeros in dense layers.
+        sums_LM: fp64, for each layer what `moe_tp.experts.losses.SUMS` names; adds up over calls.
     """
 
     loss: torch.Tensor
     counts_LE: torch.Tensor
+    sums_LM: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

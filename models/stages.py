@@ -72,7 +72,7 @@ class DecoderStage(nn.Module):
         self.norm = decoder.norm if last else None
         self.head = decoder.head if last else None
         self.numbers, self.first, self.last = layers, first, last
-        self.counts_LE: torch.Tensor | None = None
+        self.load: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(
         self, value: torch.Tensor, aux_1: torch.Tensor | None = None, **arguments: Any
@@ -105,7 +105,7 @@ class DecoderStage(nn.Module):
         x_TD, layer_aux = decoder.run_layers(x_TD, call, self.numbers)
         aux = decoder.gather_aux(layer_aux)
         aux_1 = aux_1 + aux.loss.to(aux_1.dtype)
-        self.count(aux.counts_LE)
+        self.count(aux)
         if not self.last:
             return x_TD, aux_1
         x_TD = decoder.final_norm(x_TD)
@@ -116,10 +116,12 @@ class DecoderStage(nn.Module):
         loss = decoder.loss(x_TD, call, divisor[0])
         return torch.cat([loss.view(1).to(aux_1.dtype), aux_1])
 
-    def count(self, counts_LE: torch.Tensor) -> None:
+    def count(self, aux: Aux) -> None:
         """Add the load of one micro-batch."""
-        counts_LE = counts_LE.detach()
-        self.counts_LE = counts_LE if self.counts_LE is None else self.counts_LE + counts_LE
+        load = (aux.counts_LE.detach(), aux.sums_LM.detach())
+        if self.load is not None:
+            load = (load[0] + self.load[0], load[1] + self.load[1])
+        self.load = load
 
 
 def _open(decoder: Decoder, arguments: Mapping[str, Any]) -> Call:
@@ -217,7 +219,7 @@ def pipeline_step(
     carried = decoder.carried(arguments["input_ids"].shape[0] // count, arguments)
     stages = decoder.stages
     for stage in stages.values():
-        stage.counts_LE = None
+        stage.load = None
     if backward:
         results = train_pipeline(
             stages,
@@ -255,11 +257,17 @@ def _shared(decoder: Decoder, total: torch.Tensor, share: int) -> tuple[torch.Te
     """
     group = decoder.mesh.group("pp")
     total = raw_all_reduce(total, group)
-    counts = decoder.gather_aux({}).counts_LE
+    none = decoder.gather_aux({})
+    counts, sums = none.counts_LE, none.sums_LM
     for stage in decoder.stages.values():
-        if stage.counts_LE is not None:
-            counts = counts + stage.counts_LE
-    return total[0], Aux(loss=total[1] / share, counts_LE=raw_all_reduce(counts, group))
+        if stage.load is not None:
+            counts, sums = counts + stage.load[0], sums + stage.load[1]
+    # a layer lies on one stage, so its rows and bytes stay those of this rank's place there
+    return total[0], Aux(
+        loss=total[1] / share,
+        counts_LE=raw_all_reduce(counts, group),
+        sums_LM=raw_all_reduce(sums, group),
+    )
 
 
 def pipeline_logits(decoder: Decoder, arguments: dict[str, Any]) -> tuple[torch.Tensor, Aux]:
@@ -279,7 +287,7 @@ def pipeline_logits(decoder: Decoder, arguments: dict[str, Any]) -> tuple[torch.
         if value is not None
     }
     for stage in decoder.stages.values():
-        stage.counts_LE = None
+        stage.load = None
     carried = decoder.carried(ids.shape[0], named)
     with torch.no_grad():
         out = run_forward(

@@ -80,7 +80,8 @@ class RouterConfig:
         expert_dropout: probability that an expert sits out a whole call, in training.
         drop_policy: who keeps a place under capacity: the largest weight, or the first position.
         capacity_multiple, min_capacity: capacity is rounded up to a multiple, and not below.
-        pad_to_capacity: the dispatcher may send buffers of fixed size (no host synchronisation).
+        pad_to_capacity: the dispatcher sends buffers of fixed size, without host synchronisation;
+            every rank must bring equally many tokens.
         sinkhorn_iterations: row and column normalisations.
         seed: of the kinds `hash` and `random`.
         frozen: the router's parameters and its correction bias do not change.

@@ -40,6 +40,12 @@ def test_a_rule_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert "token 5" in capsys.readouterr().out
 
 
+def test_a_way_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Issue 5: a user's dispatcher over ranks, through the public contract."""
+    _load("own_dispatcher").main()
+    assert "rank 3: largest difference" in capsys.readouterr().out
+
+
 def test_the_layer_in_a_ddp_model_learns() -> None:
     """G6."""
     results = run_ranks(_load("moe_in_ddp").train, 4, 40)

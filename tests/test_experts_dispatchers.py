@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -9,17 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from experts_cases import draw, joined, layer_step, mesh_of_layout, worst_error
+from model_cases import BASE, CASES
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_tp import Mesh, MoE, settle_gradients
+from moe_tp import Mesh, MoE, forward_backward, settle_gradients
 from moe_tp.errors import ConfigError
 from moe_tp.experts import workspace
 from moe_tp.experts.deepep import DeepEPDispatcher
 from moe_tp.experts.dispatch import Dispatcher, Received
 from moe_tp.experts.events import record_events
 from moe_tp.experts.local import LocalDispatcher, sort_pairs
+from moe_tp.experts.losses import SUMS
 from moe_tp.experts.two_hop import TwoHopDispatcher
+from moe_tp.models import ModelConfig, build
 from moe_tp.parallel.collectives import record_traffic
 from moe_tp.parallel.parameter import to_local
 from moe_tp.routing import Assignment, ExpertTable, RouterConfig
@@ -405,3 +409,28 @@ def test_every_dispatcher_runs_on_one_process() -> None:
     for name in ("all_to_all", "all_gather", "two_hop"):
         got = layer_step(None, {"dispatcher": name}, *args)
         assert worst_error(got, want) < 1e-13
+
+
+def test_a_models_load_adds_up() -> None:
+    """Issue 5: tokens, choices, dropped, entropy, rows and bytes by layer, also under pp."""
+    want = _sums(None)
+    kept = want[:, SUMS.index("kept")]
+    assert (want[:, :2] == torch.tensor([20.0, 40.0], dtype=torch.float64)).all()
+    assert (kept <= 40).all()
+    assert (want[:, SUMS.index("entropy")] < 20 * math.log(6)).all()
+    assert (want[:, 4:] == 0).all()
+    for layout in ({"pp": 2}, {"ep": 2, "tp": 2}):
+        results = run_ranks(_sums, 2, layout)
+        for got in results:
+            assert torch.allclose(got[:, :4], want[:, :4], rtol=1e-5)
+        total = sum(results)[:, 4:]
+        assert torch.equal(total[:, ::2], total[:, 1::2])  # what all send is what all get
+        assert (total > 0).all() == ("ep" in layout)
+
+
+def _sums(layout: dict[str, int] | None) -> torch.Tensor:
+    config = ModelConfig.from_hub({**BASE, **CASES["mixtral"]})
+    model = build(config, mesh_of_layout(layout), seed=1)
+    ids = torch.arange(20).view(2, 2, 5)
+    out = forward_backward(model, [{"input_ids": i, "labels": i} for i in ids])
+    return out.aux.sums_LM

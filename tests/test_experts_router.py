@@ -353,3 +353,16 @@ def test_losses_equal_the_pure_functions() -> None:
     assert torch.allclose(aux.loss, 0.5 * want)
     assert aux.counts_E.sum() == 18
     assert aux.num_tokens == 9
+
+
+def test_a_router_of_its_own_learning_rate() -> None:
+    """Issue 5: `lr_scale` reaches the optimiser's groups, or says what it lacks."""
+    config = RouterConfig(4, 2, lr_scale=0.25, linear_bias=True)
+    layer = MoE(4, 4, config, Mesh.single(), seed=0)
+    rates = {}
+    for group in parameter_groups(layer, lr=0.1):
+        rates.update({id(param): group["lr"] for param in group["params"]})
+    for name, param in layer.named_parameters():
+        assert rates[id(param)] == pytest.approx(0.025 if "router" in name else 0.1), name
+    with pytest.raises(ConfigError, match="pass lr= to parameter_groups"):
+        parameter_groups(layer)

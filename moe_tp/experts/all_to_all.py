@@ -154,6 +154,15 @@ class _Combine(Function):
         return raw_all_gather_rows(rows, way.etp_rows, way.etp, phase="backward"), None, None
 
 
+def start_rows(x_TD: torch.Tensor, way: Way) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the handle of the rows and the rows themselves, on their way.
+
+    Collectives: all-to-all of rows over the way's first group; backward the reverse.
+    """
+    handle_SD, sent = apply_function(_Start, x_TD, way)
+    return handle_SD, sent
+
+
 class AllToAllDispatcher:
     """Rows to the ranks of ep, once each; every etp rank of a subgroup gets all its rows.
 
@@ -169,6 +178,12 @@ class AllToAllDispatcher:
     ) -> None:
         self._etp, self._early = mesh.group("etp"), mesh.runtime.overlap
         self._num_slots, self._wire = table.slots_per_rank, wire_dtype
+        # what travels of a pair beside its weight, and beside the pairs to each rank of ep and etp
+        self._code_bytes, self._count_bytes, self._etp_count_bytes = (
+            CODE_BYTES,
+            COUNT_BYTES,
+            COUNT_BYTES,
+        )
         self._lookup = table.lookup(mesh.device)
         check_wire(wire_dtype)
         # group and slots of one of its ranks, hop by hop
@@ -222,7 +237,7 @@ class AllToAllDispatcher:
         bytes_P2 = raw_all_gather_rows(code_P.view(torch.uint8).view(-1, 2), pairs, self._etp)
         row_P, slot_P = decode(bytes_P2.reshape(-1).view(torch.int16))
         order_P = torch.argsort(slot_P, stable=True)
-        handle, sent = apply_function(_Start, x_TD, way)
+        handle, sent = start_rows(x_TD, way)
         return Pending(
             handle=handle,
             sent=sent,
@@ -262,7 +277,7 @@ class AllToAllDispatcher:
         row = width + 4 if way.wire == FP8 else width * way.dtype.itemsize
         exact = torch.promote_types(way.dtype, torch.float32).itemsize
         back = width * return_dtype(way.wire, way.dtype).itemsize
-        pair = received.pair_weight_P.element_size() + CODE_BYTES
+        pair = received.pair_weight_P.element_size() + self._code_bytes
         total = Wire()
         for hop in way.hops:
             ranks, me = hop.group.size, hop.group.rank
@@ -270,20 +285,20 @@ class AllToAllDispatcher:
                 sum(counts) - counts[me]
                 for counts in (hop.send_rows, hop.recv_rows, hop.send_pairs, hop.recv_pairs)
             )
-            counted = COUNT_BYTES * (ranks - 1)
+            counted = self._count_bytes * (ranks - 1)
             total += Wire(
                 sent, got,
                 counted + sent * row + pairs_sent * pair + got * back,
                 counted + got * row + pairs_got * pair + sent * back,
             )  # fmt: skip
-        etp, others = way.etp, way.etp.size - 1
+        etp, others, told = way.etp, way.etp.size - 1, self._etp_count_bytes
         if others:
             pairs, mine = [count for _, count in way.hops[-1].beside], way.etp_rows[etp.rank]
             theirs, at = sum(way.etp_rows) - mine, pairs[etp.rank]
             total += Wire(
                 mine * others, theirs,
-                others * (COUNT_BYTES + mine * row + at * pair) + theirs * width * exact,
-                others * (COUNT_BYTES + mine * width * exact)
+                others * (told + mine * row + at * pair) + theirs * width * exact,
+                others * (told + mine * width * exact)
                 + theirs * row + (sum(pairs) - at) * pair,
             )  # fmt: skip
         return total

@@ -65,6 +65,11 @@ class GroupedExperts(ParallelModule):
                 f"expert_dim={expert_dim} does not split over etp={etp}; choose etp among the "
                 f"divisors of {expert_dim}"
             )
+        if table.replicated:
+            raise ConfigError(
+                "the table holds an expert in several slots, and replicas are not trained yet; "
+                "choose a table with each expert once (balanced_table without extra_slots)"
+            )
         if mesh.runtime.experts not in BACKENDS:
             raise ConfigError(
                 f"experts={mesh.runtime.experts!r} is no back end of the expert compute; choose "

@@ -22,6 +22,12 @@ from moe_tp.routing.losses import load_balance_loss, sequence_counts, z_loss
 from moe_tp.routing.metrics import router_entropy
 
 _ENTROPY = 1_000_000
+# of all ranks the first four, of this rank the rest; the share dropped is 1 - kept / choices, the
+# mean entropy of a token's probabilities entropy / tokens
+SUMS = (
+    *("tokens", "choices", "kept", "entropy"),
+    *("rows_sent", "rows_received", "bytes_sent", "bytes_received"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,19 @@ class MoEAux:
     z_loss: torch.Tensor
     entropy_sum: torch.Tensor
     wire: Wire = field(default_factory=Wire)
+
+    def sums(self) -> torch.Tensor:
+        """Return, fp64, what `SUMS` names, on the device of the counts."""
+        device = self.num_tokens.device
+        known = [self.num_tokens, self.chosen_E.sum(), self.counts_E.sum(), self.entropy_sum]
+        wire = self.wire
+        own = [wire.rows_sent, wire.rows_received, wire.bytes_sent, wire.bytes_received]
+        return torch.cat(
+            [
+                torch.stack([value.to(torch.float64) for value in known]),
+                torch.tensor(own, dtype=torch.float64, device=device),
+            ]
+        )
 
 
 def router_losses(

@@ -136,13 +136,14 @@ class MoE(nn.Module):
             dim, expert_dim, self.table, mesh,
             dtype=dtype, bias=expert_bias, activation=act, init=init,
         )  # fmt: skip
-        self.dispatcher = dispatcher or make_dispatcher(mesh, self.table)
+        padded, self.own_dispatcher = router.pad_to_capacity, dispatcher is not None
+        self.dispatcher = dispatcher or make_dispatcher(mesh, self.table, padded=padded)
         hidden = num_shared * expert_dim if shared_dim is None else shared_dim
         self.shared = self.shared_gate = None
         if hidden:
             self.shared = GatedMLP(
                 dim, hidden, mesh,
-                dtype=dtype, activation=act, init=init, even_tokens=even_tokens,
+                dtype=dtype, activation=act, init=init, even_tokens=even_tokens or padded,
             )  # fmt: skip
         if shared_gate:
             if not hidden:

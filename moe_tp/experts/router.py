@@ -54,7 +54,7 @@ class Router(ParallelModule):
         layer: int = 0,
     ) -> None:
         super().__init__(mesh)
-        self.config, self.layer = config, layer
+        self.config, self.layer, self.lr_scale = config, layer, config.lr_scale
         experts, dtype = (
             config.num_experts,
             torch.promote_types(dtype, getattr(torch, config.dtype)),
@@ -138,6 +138,9 @@ class Router(ParallelModule):
         if first is not None and config.function is None:
             # the second run of a recomputed block decides nothing again (N3)
             replay_TK, noise["placed_TK"] = first
+        check = first is None
+        if check and config.pad_to_capacity:
+            check = self._bad_row_found(logits_TE, mask_T)
         assignment = route(
             logits_TE,
             config,
@@ -147,7 +150,7 @@ class Router(ParallelModule):
             replay_TK=replay_TK,
             layer=self.layer,
             rank=self.mesh.rank,
-            check=first is None,
+            check=check,
             **noise,
         )
         own_rule = config.function is not None
@@ -158,6 +161,24 @@ class Router(ParallelModule):
             )
         remember((assignment.chosen_TK, assignment.ids_TK))
         return assignment
+
+    def _bad_row_found(self, logits_TE: torch.Tensor, mask_T: torch.Tensor | None) -> bool:
+        """Return whether a row cannot be ranked, as far as that costs no synchronisation (R7).
+
+        On a GPU the device itself stops, with a message that names rank and layer.
+        """
+        good_T = torch.isfinite(logits_TE.detach().amax(dim=-1))
+        if mask_T is not None:
+            good_T = good_T | ~mask_T
+        try:
+            torch._assert_async(
+                good_T.all(),
+                f"rank {self.mesh.rank}, layer {self.layer}: the router's logits hold a NaN or "
+                "inf; set pad_to_capacity=False to learn which token's",
+            )
+        except RuntimeError:
+            return True
+        return False
 
     def _draw(
         self, x_TD: torch.Tensor, key: DropoutKey | None

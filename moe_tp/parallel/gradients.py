@@ -255,10 +255,14 @@ def parameter_groups(
         model: the model.
         weight_decay: for weights; norms and biases get 0. None leaves the optimiser's own.
         lr: learning rate of all groups; None leaves the optimiser's own.
-        router_lr: learning rate of routers; None takes `lr`.
+        router_lr: learning rate of routers; None takes `lr`. `RouterConfig.lr_scale` comes on top.
+
+    Raises:
+        ConfigError: a module scales its learning rate, and `lr` is not given.
     """
     reshard(model)  # the optimiser must hold the shards, not what a forward has gathered
     roles = {id(entry.param): entry.spec.role for entry in named_specs(model)}
+    scales = {id(entry.param): entry.module.lr_scale for entry in named_specs(model)}
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for param in model.parameters():
         if not param.requires_grad:
@@ -268,8 +272,14 @@ def parameter_groups(
         if weight_decay is not None:
             options["weight_decay"] = 0.0 if role in ("norm", "bias") else weight_decay
         rate = router_lr if role == "router" and router_lr is not None else lr
+        scale = scales.get(id(param), 1.0)
         if rate is not None:
-            options["lr"] = rate
+            options["lr"] = rate * scale
+        elif scale != 1.0:
+            raise ConfigError(
+                f"lr_scale={scale} of a router scales a learning rate that is not known here; pass "
+                "lr= to parameter_groups"
+            )
         axes = param.device_mesh.mesh_dim_names if isinstance(param, DTensor) else None
         kind = (axes, param.dtype, param.device, *options.items())
         group = groups.setdefault(kind, {"params": [], **options})

@@ -132,6 +132,7 @@ class ParallelModule(nn.Module):
         trained_rows: by name of a parameter of which only a part is trained, True for each local
             element of dimension 0 that is: `settle_gradients` zeroes the gradient of the others.
         gradient_scale: factor that `settle_gradients` applies (1/ranks in a host that averages).
+        lr_scale: factor on the learning rate of its parameters, for `parameter_groups`.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -139,6 +140,7 @@ class ParallelModule(nn.Module):
         self.mesh = mesh
         self.specs: dict[str, ParamSpec] = {}
         self.gradient_scale = 1.0
+        self.lr_scale = 1.0
         self.low_rank: LowRankTerm | None = None
         self.trained_rows: dict[str, torch.Tensor] = {}
         self._fp32_buffers: set[str] = set()

@@ -134,10 +134,11 @@ def _run(
             if backward:
                 (out.loss + share).backward()
             loss = loss + out.loss.detach()
-            counts = out.aux.counts_LE
+            counts, sums = out.aux.counts_LE, out.aux.sums_LM
             if aux is not None:
                 share, counts = share + aux.loss, counts + aux.counts_LE
-            aux = Aux(loss=share.detach(), counts_LE=counts)
+                sums = sums + aux.sums_LM
+            aux = Aux(loss=share.detach(), counts_LE=counts, sums_LM=sums)
             if return_logits and own:
                 logits.append(out.logits.detach())
     if not backward:

@@ -1,0 +1,177 @@
+"""Random layers over random layouts and dispatchers, in fp64, against loops over tokens.
+
+The reference shares nothing with the layer but its weights: it ranks, weighs and computes one token
+after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from experts_cases import draw, joined, mesh_of_layout, own_rows, worst_error
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moe_tp import Mesh, MoE, settle_gradients
+from moe_tp.experts.two_hop import TwoHopDispatcher
+from moe_tp.parallel.parameter import full_logical
+from moe_tp.routing import ExpertTable, RouterConfig
+from moe_tp.testing import run_ranks
+
+DIM, HIDDEN = 6, 8
+LAYOUTS: list[dict[str, int]] = [
+    {"ep": 4}, {"ep": 2}, {"ep": 2, "etp": 2}, {"tp": 2, "ep": 2, "etp": 2}, {"tp": 4, "ep": 4},
+    {"tp": 2, "etp": 4},
+]  # fmt: skip
+QUIET = settings(
+    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@st.composite
+def layers(drawn: st.DrawFn) -> dict[str, Any]:
+    """Return a layout, its runtime, a router and unequal numbers of tokens, masked ones too."""
+    layout = drawn(st.sampled_from(LAYOUTS))
+    groups = drawn(st.sampled_from([1, 1, 2, 3]))
+    most = 12 // groups
+    experts = groups * drawn(st.integers(-(-4 // groups), most))
+    top_groups = drawn(st.integers(1, groups))
+    choices = drawn(st.integers(1, min(5, top_groups * (experts // groups))))
+    score = drawn(st.sampled_from(["softmax", "sigmoid", "softmax_topk"]))
+    normalize = drawn(st.booleans())
+    if choices == 1:
+        score, normalize = "sigmoid", False
+    return {
+        "layout": layout,
+        "dispatcher": drawn(st.sampled_from(["all_to_all", "all_gather", "two_hop"])),
+        "dispatch_rows": drawn(st.sampled_from([None, 2, 5])),
+        "overlap": drawn(st.booleans()),
+        "experts": drawn(st.sampled_from(["loop", "sliced"])),
+        "order": drawn(st.permutations(range(experts))),
+        "router": {
+            "num_experts": experts, "top_k": choices, "num_groups": groups,
+            "top_groups": top_groups, "score": score, "normalize": normalize,
+            "scale": drawn(st.sampled_from([1.0, 2.5])),
+        },
+        "tokens": drawn(st.lists(st.integers(0, 6), min_size=4, max_size=4)),
+        "masked": drawn(st.floats(0, 1)),
+        "skew": drawn(st.sampled_from([0.0, 3.0])),
+    }  # fmt: skip
+
+
+@given(layers())
+@settings(QUIET, max_examples=8)
+def test_random_layers(case: dict[str, Any]) -> None:
+    """D1, D2, D3, D4, R3, R6: outputs, input gradients and every weight's gradient."""
+    _check(case)
+
+
+@pytest.mark.slow
+@given(layers())
+@settings(QUIET, max_examples=150)
+def test_many_random_layers(case: dict[str, Any]) -> None:
+    """D1, D2, D3, D4, R3, R6: the same, widely."""
+    _check(case)
+
+
+def _check(case: dict[str, Any]) -> None:
+    got = joined(run_ranks(_layer, 4, case))
+    want = _slow(case)
+    assert worst_error(got, want) < 1e-10, case
+
+
+def _inputs(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    total = sum(case["tokens"])
+    x_TD = draw(total, DIM, dtype=torch.float64) + case["skew"]
+    mask_T = torch.rand(total, generator=torch.Generator().manual_seed(1)) >= case["masked"]
+    return x_TD, mask_T, draw(total, DIM, dtype=torch.float64, seed=2)
+
+
+def _made(case: dict[str, Any], mesh: Mesh) -> MoE:
+    config = RouterConfig(**case["router"])
+    order, ep = case["order"], mesh.size("ep")
+    share = -(-len(order) // ep)
+    slots: list[int] = []
+    for rank in range(ep):  # experts in any order, the last ranks with fewer, none without
+        mine = order[rank * len(order) // ep : (rank + 1) * len(order) // ep]
+        slots += [*mine, *[-1] * (share - len(mine))]
+    table = ExpertTable(len(order), ep, tuple(slots))
+    dispatcher = None
+    if case["dispatcher"] == "two_hop":
+        nodes = 2 if ep % 2 == 0 else 1
+        dispatcher = TwoHopDispatcher(mesh, table, node_ranks=nodes)
+    return MoE(
+        DIM, HIDDEN, config, mesh,
+        dtype=torch.float64, seed=3, table=table, dispatcher=dispatcher,
+    )  # fmt: skip
+
+
+def _layer(case: dict[str, Any]) -> dict[str, torch.Tensor]:
+    names = ("dispatch_rows", "overlap", "experts")
+    runtime = {name: case[name] for name in names}
+    if case["dispatcher"] != "two_hop":
+        runtime["dispatcher"] = case["dispatcher"]
+    mesh = mesh_of_layout(case["layout"], **runtime)
+    layer = _made(case, mesh)
+    x_TD, mask_T, dy_TD = (t[own_rows(case["tokens"], mesh.rank)] for t in _inputs(case))
+    x_TD = x_TD.clone().requires_grad_()
+    y_TD, _ = layer(x_TD, mask=mask_T)
+    (y_TD * dy_TD).sum().backward()
+    settle_gradients(layer)
+    assert x_TD.grad is not None
+    return {"y": y_TD.detach(), "dx": x_TD.grad, **_full(layer, grad=True)}
+
+
+def _full(layer: MoE, *, grad: bool) -> dict[str, torch.Tensor]:
+    params = {"router": (layer.router, "weight"), "gate_up": (layer.experts, "gate_up"),
+              "down": (layer.experts, "down")}  # fmt: skip
+    found = {}
+    for name, (module, key) in params.items():
+        param = module.get_parameter(key)
+        value = param.grad if grad else param.detach()
+        found[name] = full_logical(value, module.specs[key], layer.mesh)
+    return found
+
+
+def _slow(case: dict[str, Any]) -> dict[str, torch.Tensor]:
+    weights = _full(_made({**case, "dispatcher": "local"}, Mesh.single()), grad=False)
+    for weight in weights.values():
+        weight.requires_grad_()
+    x_TD, mask_T, dy_TD = _inputs(case)
+    x_TD.requires_grad_()
+    rows = []
+    for token in range(x_TD.shape[0]):
+        y_D = 0.0 * x_TD[token]
+        if bool(mask_T[token]):
+            for expert, share in _choose(weights["router"] @ x_TD[token], case["router"]):
+                gate_F, up_F = (half @ x_TD[token] for half in weights["gate_up"][expert])
+                hidden_F = gate_F * torch.sigmoid(gate_F) * up_F
+                y_D = y_D + share * (weights["down"][expert] @ hidden_F)
+        rows.append(y_D)
+    y_TD = torch.stack(rows) if rows else x_TD * 1.0
+    grads = torch.autograd.grad(
+        (y_TD * dy_TD).sum(), [x_TD, *weights.values()], allow_unused=True, materialize_grads=True
+    )
+    return {"y": y_TD.detach(), "dx": grads[0], **dict(zip(weights, grads[1:], strict=True))}
+
+
+def _choose(logits_E: torch.Tensor, router: dict[str, Any]) -> list[tuple[int, torch.Tensor]]:
+    """Return the experts of one token with their weights."""
+    kind, experts, groups = router["score"], router["num_experts"], router["num_groups"]
+    score_E = torch.sigmoid(logits_E) if kind == "sigmoid" else torch.softmax(logits_E, 0)
+    rank_E = (logits_E if kind == "softmax_topk" else score_E).tolist()
+    size = experts // groups
+    runs = [range(g * size, (g + 1) * size) for g in range(groups)]
+    value = [sum(sorted((rank_E[e] for e in run), reverse=True)[:2]) for run in runs]
+    best = sorted(range(groups), key=lambda g: (-value[g], g))[: router["top_groups"]]
+    allowed = [e for g in best for e in runs[g]] if groups > 1 else list(range(experts))
+    chosen = sorted(allowed, key=lambda e: (-rank_E[e], e))[: router["top_k"]]
+    if kind == "softmax_topk":
+        shares = torch.softmax(logits_E[chosen], 0)
+    else:
+        shares = score_E[chosen]
+        if router["normalize"]:
+            shares = shares / shares.sum()
+    return [(e, router["scale"] * share) for e, share in zip(chosen, shares, strict=True)]
