@@ -113,9 +113,9 @@ def _watch(
         codes = [rank.poll() for rank in ranks]
         if end is None and told_to_stop():
             end = time.monotonic() + grace
-            for rank, code in zip(ranks, codes, strict=True):
+            for process, code in zip(ranks, codes, strict=True):
                 if code is None:
-                    rank.terminate()
+                    process.terminate()
         # A rank that had no handler yet is gone, and no other can save without it.
         if end is not None and (-signal.SIGTERM in codes or time.monotonic() > end):
             raise KeyboardInterrupt
