@@ -12,7 +12,7 @@ from moe_tp.parallel.parameter import to_local
 from moe_tp.routing import RouterConfig
 from moe_tp.testing import run_ranks
 
-T, D, F, E, K = 48, 64, 96, 8, 2
+T, D, F, E, K = 48, 256, 96, 8, 2
 SMALL = 4 * (6 * E + 12 * K) + 8 * (4 * K + 2)  # bytes a token: scores, weights, indices
 
 
