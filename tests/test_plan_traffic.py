@@ -116,19 +116,19 @@ def job_of(layout: ParallelLayout, **changes: Any) -> Job:
 
 ROWS: list[tuple[int, str, dict[str, int], dict[str, Any]]] = [
     (2, "mixtral", {"zero": 1}, {}),
-    (2, "mixtral", {"zero": 2}, {}),
     (2, "mixtral", {"zero": 3}, {}),
-    (2, "qwen2_moe", {"tp": 2}, {"recompute": "full"}),
     (2, "deepseek_v3", {"tp": 2}, {"recompute": "selective"}),
-    (2, "everywhere", {"ep": 2}, {}),
     (2, "everywhere", {"etp": 2}, {"recompute": "full"}),
     (2, "everywhere", {"ep": 2}, {"recompute": "selective"}),
     (2, "everywhere", {"pp": 2}, {}),
-    (2, "mixtral", {"cp": 2}, {}),
     (2, "mixtral", {"cp": 2}, {"cp_kind": "ring"}),
     (2, "everywhere", {"ep": 2, "zero": 1}, {"mode": "lora"}),
 ]
 MORE: list[tuple[int, str, dict[str, int], dict[str, Any]]] = [
+    (2, "mixtral", {"zero": 2}, {}),
+    (2, "qwen2_moe", {"tp": 2}, {"recompute": "full"}),
+    (2, "everywhere", {"ep": 2}, {}),
+    (2, "mixtral", {"cp": 2}, {}),
     (2, "mixtral", {"zero": 3}, {"recompute": "full"}),
     (2, "everywhere", {"ep": 2}, {"recompute": "full"}),
     (2, "everywhere", {"ep": 2}, {"recompute": "selective", "resend_rows": True}),
