@@ -101,9 +101,7 @@ def name_rules(config: ModelConfig, names: HubNames) -> NameRules:
         "norm.weight": whole("model.norm.weight", (dim,)),
     }
     optional = [r".*\.rotary_emb\.inv_freq"]
-    tied: dict[str, str] = {}
     if config.tie_embeddings:
-        tied["head.weight"] = "embed.weight"
         optional.append(r"lm_head\.weight")
     else:
         pieces["head.weight"] = whole("lm_head.weight", (vocab, dim))
@@ -115,7 +113,6 @@ def name_rules(config: ModelConfig, names: HubNames) -> NameRules:
         passthrough=tuple(rf"model\.layers\.{i}\..*" for i in extra),
         optional=tuple(optional),
         fp32_names=names.fp32,
-        tied=tied,
         hints={
             r"lm_head\.weight": "tie_word_embeddings",
             r".*experts.*": "the number of experts",

@@ -149,8 +149,6 @@ def _kinds(folder: HubFolder, rules: NameRules, out: NameRules) -> dict[str, tor
 def _routes(rules: NameRules, out: NameRules) -> dict[str, list[Route]]:
     routes: dict[str, list[Route]] = {}
     for fqn, pieces in out.pieces.items():
-        if fqn in out.tied:
-            continue
         shape = param_shape(rules.pieces_of(fqn))
         by_first: dict[int | None, list[Aligned]] = {}
         for piece in rules.pieces_of(fqn):

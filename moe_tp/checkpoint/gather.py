@@ -46,8 +46,6 @@ def gather_named(
     local = {target.fqn: target.local for target in targets}
     named: dict[str, torch.Tensor] = {}
     for fqn in sorted(holdings):
-        if fqn in rules.tied:
-            continue
         holding = holdings[fqn]
         full = torch.zeros(holding.shape, dtype=holding.dtype, device=mesh.device)
         for cell in holding.cells:

@@ -57,7 +57,6 @@ class NameRules:
         optional: patterns of hub tensors that may lie in a folder and are dropped in silence
             (the copy of a tied head).
         fp32_names: patterns of hub tensors written in fp32 whatever dtype is asked for.
-        tied: parameter -> the parameter whose pieces it shares; read for both, written once.
         hints: pattern of hub names -> the config field that decides about them, for messages.
     """
 
@@ -65,7 +64,6 @@ class NameRules:
     passthrough: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     fp32_names: tuple[str, ...] = ()
-    tied: Mapping[str, str] = field(default_factory=dict)
     hints: Mapping[str, str] = field(default_factory=dict)
 
     def hub_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -78,12 +76,12 @@ class NameRules:
         return {name: shapes[name] for name in sorted(shapes, key=natural_key)}
 
     def pieces_of(self, fqn: str) -> tuple[Piece, ...]:
-        """Return the pieces of a parameter, following ties.
+        """Return the pieces of a parameter.
 
         Raises:
             CheckpointError: no rule speaks of it.
         """
-        found = self.pieces.get(self.tied.get(fqn, fqn))
+        found = self.pieces.get(fqn)
         if found is None:
             raise CheckpointError(
                 f"parameter {fqn!r} has no name rule, so it could be neither read nor written; "
@@ -264,8 +262,7 @@ def check_cover(rules: NameRules, shapes: Mapping[str, Sequence[int]]) -> None:
         _check_blocks(f"parameter {fqn!r}", shape, blocks)
         for piece, block in zip(pieces, blocks, strict=True):
             _check_lengths(fqn, piece, block)
-            if fqn not in rules.tied:
-                hub.setdefault(piece.hub_name, []).append(piece.hub_ranges())
+            hub.setdefault(piece.hub_name, []).append(piece.hub_ranges())
     unknown = [fqn for fqn in rules.pieces if fqn not in shapes]
     if unknown:
         raise CheckpointError(f"the name rules speak of {unknown[0]!r}, which the model lacks")

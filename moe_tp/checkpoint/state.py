@@ -45,8 +45,6 @@ from moe_tp.parallel.collectives import Group
 from moe_tp.parallel.parameter import ParallelModule, local_index, mesh_of, named_specs, to_local
 from moe_tp.parallel.zero import reshard
 
-_NO_TIES: Mapping[str, str] = {}
-
 
 def save_state(
     model: nn.Module,
@@ -54,7 +52,6 @@ def save_state(
     path: Path,
     facts: Mapping[str, Any],
     *,
-    tied: Mapping[str, str] = _NO_TIES,
     max_shard_size: int | str = "5GB",
     progress: Progress | None = None,
 ) -> SaveReport:
@@ -65,7 +62,6 @@ def save_state(
         optimizer: of its parameters.
         path: the folder; one of that name is replaced in one step.
         facts: what else is to be kept, as JSON; rank 0's are written.
-        tied: parameter -> the parameter that it is a copy of (a tied head on its own stage).
         max_shard_size: bytes a file.
         progress: called with (bytes done, bytes in all) of this rank.
 
@@ -75,7 +71,7 @@ def save_state(
     Collectives: over the world: agreements, a table of contents, one all-to-all a round.
     """
     world, device = mesh_of(model).group("world"), mesh_of(model).device
-    staged = stage_state(model, optimizer, tied=tied)
+    staged = stage_state(model, optimizer)
     return write_state(
         staged, path, facts, world, device, max_shard_size=max_shard_size, progress=progress
     )
@@ -100,7 +96,6 @@ def stage_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    tied: Mapping[str, str] = _NO_TIES,
     copies: dict[str, torch.Tensor] | None = None,
 ) -> StagedState:
     """Return what `write_state` writes; collective.
@@ -108,7 +103,6 @@ def stage_state(
     Args:
         model: in any layout, between two steps.
         optimizer: of its parameters.
-        tied: as in `save_state`.
         copies: host memory of the last call, to be used again: training may go on while the state
             is written. Only what this rank has to write is copied. None: nothing is copied.
 
@@ -122,7 +116,7 @@ def stage_state(
     reshard(model)  # a forward without backward leaves whole parameters
 
     def list_targets() -> list[Target]:
-        return [*_model_targets(model, tied), *_moment_targets(model, optimizer, tied)]
+        return [*_model_targets(model), *_moment_targets(model, optimizer)]
 
     targets = together(list_targets, world, device)
     holdings = gather_holdings(targets, world, device)
@@ -195,8 +189,6 @@ def load_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     path: Path,
-    *,
-    tied: Mapping[str, str] = _NO_TIES,
 ) -> dict[str, Any]:
     """Return the facts of a checkpoint, having filled model and optimiser from it; collective.
 
@@ -204,7 +196,6 @@ def load_state(
         model: allocated, in any layout.
         optimizer: of its parameters, fresh; None: weights and buffers only.
         path: the checkpoint.
-        tied: as in `save_state`.
 
     Raises:
         CheckpointError: on every rank: the folder is torn, is no checkpoint, or holds other tensors
@@ -218,7 +209,7 @@ def load_state(
 
     def prepare() -> tuple[HubFolder, list[Target]]:
         folder = open_state(path)
-        targets = _model_targets(model, tied)
+        targets = _model_targets(model)
         if optimizer is not None:
             kind = folder.config["optimizer"]
             if kind != type(optimizer).__name__:
@@ -226,8 +217,8 @@ def load_state(
                     f"{path}: holds the state of {kind}, and this run's optimiser is "
                     f"{type(optimizer).__name__}; resume with the optimiser it was started with"
                 )
-            _allocate_moments(model, optimizer, folder, tied)
-            targets += _moment_targets(model, optimizer, tied)
+            _allocate_moments(model, optimizer, folder)
+            targets += _moment_targets(model, optimizer)
         for target in targets:
             _check(folder, target)
         return folder, targets
@@ -249,11 +240,11 @@ def load_state(
         return facts
 
 
-def _model_targets(model: nn.Module, tied: Mapping[str, str]) -> list[Target]:
+def _model_targets(model: nn.Module) -> list[Target]:
     """Return this rank's parameters and persistent buffers."""
     targets: dict[str, Target] = {}
     for fqn, _, _, param, spec in named_specs(model):
-        name = f"model.{tied.get(fqn, fqn)}"
+        name = f"model.{fqn}"
         index = local_index(param, spec)
         targets.setdefault(name, Target(name, to_local(param), spec.shape, index, spec.keep_fp32))
     for prefix, module in model.named_modules():
@@ -266,9 +257,7 @@ def _model_targets(model: nn.Module, tied: Mapping[str, str]) -> list[Target]:
     return list(targets.values())
 
 
-def _moment_targets(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tied: Mapping[str, str]
-) -> list[Target]:
+def _moment_targets(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Target]:
     """Return this rank's optimiser state; what has a parameter's shape lies as it does.
 
     Raises:
@@ -279,7 +268,7 @@ def _moment_targets(
         for key, value in optimizer.state.get(param, {}).items():
             if value is None:
                 continue
-            name = _moment_name(key, tied.get(fqn, fqn))
+            name = _moment_name(key, fqn)
             local = _plain(value)
             if local is not None and local.shape == to_local(param).shape:
                 index = local_index(param, spec)
@@ -298,7 +287,6 @@ def _allocate_moments(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     folder: HubFolder,
-    tied: Mapping[str, str],
 ) -> None:
     """Give each trained parameter the state that the folder holds of it, to be filled."""
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
@@ -309,7 +297,7 @@ def _allocate_moments(
             continue
         state: dict[str, torch.Tensor] = {}
         for key in sorted(keys):
-            found = folder.logical.get(_moment_name(key, tied.get(fqn, fqn)))
+            found = folder.logical.get(_moment_name(key, fqn))
             if found is None:
                 continue
             if key == "step":

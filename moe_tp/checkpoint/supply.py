@@ -176,8 +176,6 @@ class ModelSupply:
         for fqn, pieces in rules.pieces.items():
             if fqn not in holdings:
                 raise CheckpointError(f"parameter {fqn!r} of the name rules is held by no rank")
-            if fqn in rules.tied:
-                continue
             for piece in pieces:
                 aligned = Aligned(piece, holdings[fqn].shape)
                 self.sources.setdefault(piece.hub_name, []).append((fqn, aligned))

@@ -145,10 +145,7 @@ def _out_tensors(
 ) -> list[OutTensor]:
     common = _main_dtype(holdings)
     owner = {
-        piece.hub_name: holdings[fqn]
-        for fqn, pieces in rules.pieces.items()
-        if fqn not in rules.tied
-        for piece in pieces
+        piece.hub_name: holdings[fqn] for fqn, pieces in rules.pieces.items() for piece in pieces
     }
     tensors: list[OutTensor] = []
     for name, shape in rules.hub_shapes().items():

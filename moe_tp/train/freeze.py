@@ -64,11 +64,10 @@ def choose_trained(model: Decoder, freeze: Sequence[str], only: Sequence[str]) -
             f"train.freeze={list(freeze)} and train.only={list(only)} leave nothing to train"
         )
     for entry in named_specs(model):
-        source = model.name_rules.tied.get(entry.fqn, entry.fqn)
-        if not trained[source]:
+        if not trained[entry.fqn]:
             entry.param.requires_grad_(False)
-        elif len(trained[source]) < len(atoms[source]):
-            train_rows(entry.module, entry.name, trained[source])
+        elif len(trained[entry.fqn]) < len(atoms[entry.fqn]):
+            train_rows(entry.module, entry.name, trained[entry.fqn])
     for module in model.modules():
         if isinstance(module, Router) and not module.get_parameter("weight").requires_grad:
             module.config = replace(module.config, frozen=True)

@@ -117,7 +117,7 @@ def save_checkpoint(
             "dtype": str(model.mesh.runtime.master_dtype or torch.float32).removeprefix("torch."),
         },
     }
-    staged = stage_state(model, optimizer, tied=model.name_rules.tied, copies=saver.copies)
+    staged = stage_state(model, optimizer, copies=saver.copies)
 
     def write(group: Group, device: torch.device) -> None:
         def prune() -> None:
@@ -205,7 +205,7 @@ def resume_run(
             )
 
     together(compare, mesh.group("world"), mesh.device)
-    facts = load_state(model, optimizer, path, tied=model.name_rules.tied)
+    facts = load_state(model, optimizer, path)
     if isinstance(optimizer, SmallAdamW):
         optimizer.adopt_state()
     counters: dict[str, Any] = facts["counters"]
@@ -311,7 +311,7 @@ def export_checkpoint(
     model.name_rules = rules_for(config, about["hub_names"])
     if about["lora"] is not None:
         apply_lora(model, from_mapping(LoRAConfig, about["lora"], str(path), "lora."))
-    load_state(model, None, path, tied=model.name_rules.tied)
+    load_state(model, None, path)
     if about["lora"] is not None:
         merge_lora(model)
     return save_hub(
