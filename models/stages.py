@@ -23,7 +23,13 @@ from moe_tp.models.tokens import IGNORE
 from moe_tp.parallel.collectives import accumulate_dtype, raw_all_reduce
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.pipeline.schedule import run_forward, train_pipeline
-from moe_tp.parallel.pipeline.stages import deal_layers, given_layers, num_stages, stages_of
+from moe_tp.parallel.pipeline.stages import (
+    deal_layers,
+    fitting_micro_batches,
+    given_layers,
+    num_stages,
+    stages_of,
+)
 
 if TYPE_CHECKING:
     from moe_tp.models.decoder import Decoder
@@ -204,14 +210,16 @@ def pipeline_step(
     Collectives: those of the stages; point-to-point exchange along pp; all-reduce over pp of two
         numbers and of the load.
     """
-    mesh, count = decoder.mesh, len(batches)
+    mesh, share = decoder.mesh, len(batches)
+    if backward:
+        batches = [*batches, *_nothing(batches, mesh)]
+    count = len(batches)
     arguments = {name: value.to(mesh.device) for name, value in same_shape(batches).items()}
     numbers = {
         "step": [step] * count,
         "sample_offset": [int(batch["sample_offset"]) for batch in batches],
         "divisor": [target_tokens] * count,
     }
-    share = count
     if step_tokens is not None:
         numbers["step_tokens"] = [step_tokens] * count
         share = 1
@@ -248,6 +256,13 @@ def pipeline_step(
     for result in results:
         total = total + result
     return _shared(decoder, total, share)
+
+
+def _nothing(batches: Sequence[Mapping[str, Any]], mesh: Mesh) -> list[Mapping[str, Any]]:
+    """Return the empty micro-batches that the schedule needs besides those there are."""
+    ids = batches[0]["input_ids"][:0, :1]
+    empty = {"input_ids": ids, "labels": ids, "sample_offset": 0}
+    return [empty] * (fitting_micro_batches(mesh.layout, mesh.runtime, len(batches)) - len(batches))
 
 
 def _shared(decoder: Decoder, total: torch.Tensor, share: int) -> tuple[torch.Tensor, Aux]:

@@ -15,6 +15,7 @@ from moe_tp.errors import ConfigError
 from moe_tp.models import ModelConfig, build
 from moe_tp.parallel.collectives import raw_all_gather, record_traffic
 from moe_tp.parallel.gradients import parameter_groups
+from moe_tp.parallel.live import LiveBytes
 from moe_tp.parallel.pipeline.stages import deal_layers, given_layers, holder_of, stages_of
 from moe_tp.testing import run_ranks
 
@@ -176,6 +177,95 @@ def test_ranks_with_fewer_micro_batches() -> None:
     assert max(losses) - min(losses) < 1e-8
 
 
+def few(layout: dict[str, Any], runtime: dict[str, Any], count: int) -> tuple[list[float], Any]:
+    """Losses, norm, load and gradients of `count` micro-batches, the same for every layout."""
+    mesh = Mesh(ParallelLayout(**layout), Runtime(**runtime))
+    model = build(config("mixtral", router_aux_loss_coef=0.1), mesh, seed=3, dtype=torch.float64)
+    dp = (mesh.size("dp"), mesh.coordinate("dp"))
+    batches = (micro_batches(*dp) * 2)[:count]
+    result = forward_backward(model, batches)
+    settle_gradients(model)
+    numbers = [result.loss.item(), result.aux.loss.item(), clip_grad_norm(model, 1e9)]
+    return numbers + result.aux.counts_LE.flatten().tolist(), gather_named(model, "grad")
+
+
+FEW: list[tuple[int, dict[str, Any], dict[str, Any], int]] = [
+    (2, {"pp": 2}, {"pp_schedule": "1f1b"}, 1),
+    (2, {"pp": 2}, {"pp_schedule": "interleaved_1f1b", "virtual_stages": 2}, 5),
+    (2, {"pp": 2}, {"pp_schedule": "zbv"}, 1),
+]
+FEW_ON_FOUR: list[tuple[int, dict[str, Any], dict[str, Any], int]] = [
+    (4, {"pp": 4}, {"pp_schedule": "1f1b"}, 3),
+    (4, {"pp": 4}, {"pp_schedule": "gpipe"}, 2),
+    (2, {"pp": 2}, {"pp_schedule": "interleaved_1f1b", "virtual_stages": 2}, 1),
+    (2, {"pp": 2}, {"pp_schedule": "zbv"}, 3),
+    (4, {"pp": 2, "ep": 2}, {"pp_schedule": "interleaved_1f1b", "virtual_stages": 2}, 7),
+]
+
+
+@pytest.mark.parametrize("cases", [FEW, pytest.param(FEW_ON_FOUR, marks=pytest.mark.slow)])
+def test_any_number_of_micro_batches_goes_through_a_pipeline(
+    cases: list[tuple[int, dict[str, Any], dict[str, Any], int]],
+) -> None:
+    """G1, L1, L3, N1: fewer than stages, or no multiple of the rounds of interleaved 1F1B."""
+    for world, layout, runtime, count in cases:
+        want, grads = run_ranks(few, 1, {}, {}, count)[0]
+        for got, found in run_ranks(few, world, layout, runtime, count):
+            where = f"{layout} {runtime} {count}"
+            assert got == pytest.approx(want, rel=1e-9), where
+            for key, value in grads.items():
+                assert relative(found[key], value, 1e-6) < 1e-9, f"{where} {key}"
+
+
+def uneven_lengths(layout: dict[str, Any], runtime: dict[str, Any]) -> tuple[list[float], Any]:
+    """Rows of 13 and of 5 tokens: padded to one batch in one process, as they are on two."""
+    mesh = Mesh(ParallelLayout(**layout), Runtime(**runtime))
+    model = build(config("mixtral", 2), mesh, seed=3, dtype=torch.float64)
+    g = torch.Generator().manual_seed(5)
+    long = torch.randint(0, BASE["vocab_size"], (1, 13), generator=g)
+    short = torch.randint(0, BASE["vocab_size"], (2, 5), generator=g)
+    if mesh.size("dp") > 1:
+        own = (long, short)[mesh.coordinate("dp")]
+        batch = {"input_ids": own, "labels": own}
+    else:
+        ids = torch.cat([long, F.pad(short, (0, 8))])
+        mask = torch.ones_like(ids)
+        mask[1:, 5:] = 0
+        batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    batch["sample_offset"] = mesh.coordinate("dp")  # type: ignore[assignment]
+    out = forward_backward(model, [batch])
+    settle_gradients(model)
+    return [out.loss.item(), out.aux.loss.item(), clip_grad_norm(model, 1e9)], gather_named(
+        model, "grad"
+    )
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [(2, {"ep": 2, "zero": 3}, {})],
+        pytest.param(
+            [
+                (4, {"pp": 2, "ep": 2}, {"pp_schedule": "gpipe"}),
+                (4, {"tp": 2, "zero": 2}, {}),
+                (4, {"cp": 2, "ep": 4}, {}),
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_dp_ranks_with_different_sequence_lengths(
+    cases: list[tuple[int, dict[str, Any], dict[str, Any]]],
+) -> None:
+    """L1, L2, G1, D4: rows of 13 tokens on one dp rank and of 5 on the other."""
+    want, grads = run_ranks(uneven_lengths, 1, {}, {})[0]
+    for world, layout, runtime in cases:
+        for got, found in run_ranks(uneven_lengths, world, layout, runtime):
+            assert got == pytest.approx(want, rel=1e-9), layout
+            for key, value in grads.items():
+                assert relative(found[key], value, 1e-6) < 1e-9, f"{layout} {key}"
+
+
 def traffic(zero: int) -> dict[str, int]:
     mesh = Mesh(ParallelLayout(zero=zero))
     model = build(config("mixtral", layers=1), mesh, seed=3)
@@ -195,37 +285,62 @@ def test_no_gradient_travels_before_the_last_micro_batch() -> None:
     assert result["after"] == size  # 2 x size x (n - 1) / n with n = 2
 
 
-def refused(layout: dict[str, Any], runtime: dict[str, Any]) -> str:
-    try:
-        mesh = Mesh(ParallelLayout(**layout), Runtime(**runtime))
-        build(config("mixtral"), mesh)
-    except ConfigError as error:
-        return str(error)
-    return ""
+def refused(
+    layout: dict[str, Any], runtime: dict[str, Any], changes: dict[str, Any]
+) -> tuple[str, int]:
+    """What `build` says, and the bytes of tensors that it had made by then."""
+    with LiveBytes() as live:
+        try:
+            mesh = Mesh(ParallelLayout(**layout), Runtime(**runtime))
+            build(config("mixtral", **changes), mesh)
+        except ConfigError as error:
+            return str(error), live.peak
+    return "", live.peak
+
+
+ODD = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
+    ({"pp": 2, "zero": 3}, {}, {}, ("zero=3", "zero=1")),
+    ({"pp": 2, "zero": 2}, {}, {}, ("zero=2", "pp=1")),
+    ({"pp": 2}, {"virtual_stages": 4, "pp_schedule": "interleaved_1f1b"}, {}, ("8", "4 layers")),
+    ({"pp": 2}, {"virtual_stages": 2}, {}, ("virtual_stages=2", "interleaved")),
+    ({"pp": 2}, {"pp_schedule": "interleaved_1f1b"}, {}, ("at least 2", "1f1b")),
+    ({"pp": 2}, {"pp_schedule": "zbv", "recompute": "selective"}, {}, ("zbv", "full")),
+    ({"pp": 2}, {"stage_layers": (1, 1)}, {}, ("stage_layers", "4 layers")),
+    ({"cp": 2}, {"cp_kind": "ulysses"}, ODD, ("ring", "cp=2")),
+    ({"cp": 2}, {}, {"attention_dropout": 0.1}, ("attention_dropout", "cp=1")),
+    ({"tp": 2}, {}, ODD, ("3", "tp")),
+    ({"etp": 2}, {}, {"intermediate_size": 25}, ("25", "etp")),
+    ({"ep": 2}, {}, {"num_local_experts": 1, "num_experts_per_tok": 1}, ("ep=2", "1")),
+    ({}, {"dp_replicate": 2}, {}, ("zero=0", "zero=1")),
+    ({"zero": 1, "tp": 2}, {"dp_replicate": 2}, {}, ("dp=1", "divisors")),
+    ({}, {"offload": True}, {}, ("zero=0", "zero=1")),
+    ({"cp": 2}, {"cp_kind": "ulysses"}, {}, ()),
+]  # fmt: skip
 
 
 def test_combinations_that_do_not_work_say_so() -> None:
-    """F3: each sentence names the setting and the way out."""
-    for layout, runtime, words in [
-        ({"pp": 2, "zero": 3}, {}, ("zero=3", "zero=1")),
-        ({"pp": 2, "zero": 2}, {}, ("zero=2", "pp=1")),
-        ({"pp": 2}, {"virtual_stages": 4, "pp_schedule": "interleaved_1f1b"}, ("8", "4 layers")),
-        ({"pp": 2}, {"virtual_stages": 2}, ("virtual_stages=2", "interleaved")),
-        ({"pp": 2}, {"pp_schedule": "interleaved_1f1b"}, ("at least 2", "1f1b")),
-        ({"pp": 2}, {"pp_schedule": "zbv", "recompute": "selective"}, ("zbv", "full")),
-        ({"pp": 2}, {"stage_layers": (1, 1)}, ("stage_layers", "4 layers")),
-        ({"cp": 2, "tp": 1}, {"cp_kind": "ulysses"}, ()),
-    ]:
-        for sentence in run_ranks(refused, 2, layout, runtime):
-            assert bool(sentence) == bool(words)
+    """F3: each row of docs/layouts.md, refused with the way out before anything is allocated."""
+    for layout, runtime, changes, words in REFUSED:
+        for sentence, allocated in run_ranks(refused, 2, layout, runtime, changes):
+            assert bool(sentence) == bool(words), (layout, runtime, changes)
             for word in words:
-                assert word in sentence
+                assert word in sentence, sentence
+            assert not words or allocated < 16_000, (layout, runtime, allocated)
 
 
-def test_two_runs_are_bitwise_equal() -> None:
+@pytest.mark.parametrize(
+    ("layout", "runtime"),
+    [
+        ({"tp": 2, "ep": 2}, {"recompute": "full"}),
+        pytest.param({"zero": 3, "ep": 2}, {"recompute": "selective"}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, {"pp_schedule": "zbv"}, marks=pytest.mark.slow),
+        pytest.param({"cp": 2, "etp": 2}, {"cp_kind": "ring"}, marks=pytest.mark.slow),
+    ],
+)
+def test_two_runs_are_bitwise_equal(layout: dict[str, Any], runtime: dict[str, Any]) -> None:
     """D6, R2: in deterministic mode every gradient and weight has the same bits twice."""
-    runtime = {"deterministic": True, "recompute": "full"}
-    layout = {"tp": 2, "ep": 2}
+    runtime = {**runtime, "deterministic": True}
     first, second = (run_ranks(train, 2, "mixtral", layout, runtime, {})[0] for _ in range(2))
     assert first["losses"] == second["losses"]
     for kind in ("grads", "weights"):

@@ -20,7 +20,6 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from moe_tp.errors import ConfigError
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import sharing_casts
 from moe_tp.parallel.pipeline.stages import holder_of, num_stages
@@ -54,11 +53,8 @@ def train_pipeline(
         first_input, arguments: all micro-batches along dimension 0, equal parts of it.
         carried: tensors on the meta device as stages hand them on, with `requires_grad` set.
         result: the same for the last stage's result.
-        micro_batches: their number.
+        micro_batches: their number, one that `fitting_micro_batches` returns.
         loss_fn: of a result: what backward starts from.
-
-    Raises:
-        ConfigError: the schedule cannot run so few micro-batches.
 
     Collectives: point-to-point exchange of `carried` and its gradient with the neighbours on pp.
     """
@@ -83,20 +79,16 @@ def train_pipeline(
         results.append(output.detach())
         return loss_fn(output)
 
-    kind = _SCHEDULES[runtime.pp_schedule]
-    try:
-        schedule = kind(
-            pieces if runtime.pp_schedule in ("interleaved_1f1b", "zbv") else pieces[0],
-            n_microbatches=micro_batches,
-            loss_fn=collect,
-            scale_grads=False,
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f'pp_schedule="{runtime.pp_schedule}" cannot run {micro_batches} micro-batches over '
-            f"pp={mesh.layout.pp}: {error}; raise the number of micro-batches (global_batch / "
-            f'micro_batch / dp), or choose pp_schedule="gpipe"'
-        ) from error
+    name = runtime.pp_schedule
+    if name == "1f1b" and micro_batches < total:
+        # With fewer micro-batches than stages 1F1B stores as many and waits as long as GPipe.
+        name = "gpipe"
+    schedule = _SCHEDULES[name](
+        pieces if name in ("interleaved_1f1b", "zbv") else pieces[0],
+        n_microbatches=micro_batches,
+        loss_fn=collect,
+        scale_grads=False,
+    )
     inputs = (first_input,) if 0 in stages else ()
     target = torch.zeros(micro_batches, device=mesh.device) if total - 1 in stages else None
     with sharing_casts():

@@ -61,6 +61,18 @@ def holder_of(layout: ParallelLayout, runtime: Runtime, stage: int) -> int:
     return stage % layout.pp
 
 
+def fitting_micro_batches(layout: ParallelLayout, runtime: Runtime, count: int) -> int:
+    """Return the least number of micro-batches, `count` or more, that the schedule can run.
+
+    Interleaved 1F1B takes them in rounds of equal length, as many rounds as pp fits into them
+    (arXiv:2104.04473, section 2.2, asks for a multiple of pp); the other schedules take any number.
+    """
+    if runtime.pp_schedule == "interleaved_1f1b":
+        while count % max(1, count // layout.pp):
+            count += 1
+    return count
+
+
 def deal_layers(
     costs: Sequence[float], parts: int, *, first: float = 0.0, last: float = 0.0
 ) -> list[range]:
