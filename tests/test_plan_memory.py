@@ -35,6 +35,7 @@ def test_peaks_are_within_a_tenth() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_all_peaks_are_within_a_tenth() -> None:
     """Two models, and the ten layouts of a third that the constants have not seen."""
     wrong = errors(measured.SEEN + measured.UNSEEN)

@@ -169,6 +169,7 @@ def test_traffic_equals_what_is_counted() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_traffic_equals_what_is_counted_in_more_layouts() -> None:
     wrong = differences(MORE)
     assert not wrong, "\n".join(wrong)

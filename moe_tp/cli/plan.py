@@ -228,8 +228,8 @@ def _text(
 def _yaml(candidate: Candidate, job: Job) -> str:
     """Return the sections of a run's YAML that the row was computed for."""
     degrees = _degrees(candidate).items()
-    shown = [f"  {name}: {value}" for name, value in degrees if value != 1 or name == "dp"]
-    shown = [line for line in shown if line != "  zero: 0"]
+    plain = {"dp": None, "zero": 0}  # dp always stands there
+    shown = [f"  {name}: {value}" for name, value in degrees if value != plain.get(name, 1)]
     runtime: dict[str, object] = {}
     if candidate.recompute != "none":
         runtime["recompute"] = candidate.recompute
