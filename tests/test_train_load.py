@@ -87,7 +87,7 @@ def test_the_figures_of_each_layer_do_not_depend_on_the_layout(
             assert np.allclose(mine[name], line[name], rtol=0, atol=1e-4), name
         assert 0.5 < mine["router_entropy"] <= 1.0
         assert mine["dropped_share"] == line["dropped_share"] == 0.0
-        assert len(line["wire_rows_sent"]) == 2
+        assert len(line["wire_rows_sent"]) == (1 if "pp" in settings["parallel"] else 2)
         sent = settings["parallel"].get("ep") == 2
         assert (sum(line["wire_bytes_sent"]) > 0) == sent
         assert sum(line["wire_rows_sent"]) == sum(line["wire_rows_received"])

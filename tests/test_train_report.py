@@ -41,20 +41,19 @@ def write_run(folder: Path, steps: int = 6) -> None:
     load.close()
 
 
-def step_load(counts: list[list[int]], chosen: list[list[int]] | None = None) -> StepLoad:
+def step_load(counts: list[list[int]], choices: list[int] | None = None) -> StepLoad:
     layers = len(counts)
     return StepLoad(
         layers=tuple(range(1, layers + 1)),
         counts_LE=torch.tensor(counts),
-        chosen_LE=torch.tensor(chosen or counts),
-        tokens_L=torch.full((layers,), 4),
+        choices_L=torch.tensor(choices or [sum(row) for row in counts]),
         entropy_L=torch.full((layers,), 0.5),
         wire_P4=torch.tensor([[1, 2, 30, 40], [5, 6, 70, 80]]),
     )
 
 
 def test_load_is_summed_up_by_its_worst_layer() -> None:
-    found = step_load([[2, 2, 2, 2], [6, 2, 0, 0]], [[2, 2, 2, 2], [8, 4, 0, 0]]).summary()
+    found = step_load([[2, 2, 2, 2], [6, 2, 0, 0]], [8, 12]).summary()
     assert found["max_load_ratio"] == pytest.approx(3.0)
     assert found["layer_max_load_ratio"] == [1.0, 3.0]
     assert found["dead_experts"] == 2

@@ -23,7 +23,7 @@ from moe_tp.train.evaluate import evaluate
 from moe_tp.train.freeze import choose_trained
 from moe_tp.train.health import non_finite_parameter, peak_memory
 from moe_tp.train.journal import Journal
-from moe_tp.train.load import LoadMeter, StepLoad
+from moe_tp.train.load import StepLoad, step_load
 from moe_tp.train.lora import apply_lora, merge_lora
 from moe_tp.train.lora_io import save_adapter
 from moe_tp.train.optim import make_optimizer, rate_factor, set_rate
@@ -129,7 +129,6 @@ class Run:
             )
         self.steps = self._num_steps()
         self.optimizer = make_optimizer(self.model, config.train, seed=config.seed)
-        self.meter = LoadMeter(self.model)
         self.saver = Saver(mesh, background=config.train.async_save)
         self.step = self.total_tokens = self.bad_steps = self.bad_in_a_row = 0
         self.last_loss: float | None = None
@@ -278,7 +277,7 @@ class Run:
             self.bad_in_a_row += 1
         self.step += 1
         self.total_tokens += out.target_tokens
-        load = self.meter.take()
+        load = step_load(self.model, out.aux)
         line = self._line(out, load, norm, rate, time.monotonic() - start)
         if not good:
             line |= {"skipped": True, "where": where}
