@@ -1,9 +1,9 @@
 """Peak memory of a rank at each ZeRO stage, against the formulas of docs/layouts.md.
 
-A model of about 300 M parameters takes two AdamW steps of two micro-batches on 4 local ranks, in
-fp32. Peak memory is what tensors hold: the bytes of all storages alive, measured after every
-operator of the second step (`moe_tp.parallel.live`); scratch inside operators, buffers of gloo and
-the interpreter are not in it. The fullest rank counts.
+A model of about 300 M parameters takes an AdamW step of two micro-batches on 4 local ranks, in
+fp32, its states made before. Peak memory is what tensors hold: the bytes of all storages alive,
+measured after every operator of the step (`moe_tp.parallel.live`); scratch inside operators,
+buffers of gloo and the interpreter are not in it. The fullest rank counts.
 
     python benchmarks/memory.py --write    # also writes benchmarks/memory-DATE.md
 """
@@ -40,6 +40,7 @@ SIZES = {
     "num_experts_per_tok": 2,
     "router_aux_loss_coef": 0.0,
 }
+TOKENS = 16
 SMALL = {**SIZES, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
          "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}  # fmt: skip
 
@@ -50,6 +51,7 @@ class Found:
 
     Args:
         peak: measured.
+        where: in what part of the step.
         whole: its parameters before ZeRO.
         shard: its parameters at rest.
         group: the largest unit that ZeRO gathers at once.
@@ -57,6 +59,7 @@ class Found:
     """
 
     peak: int
+    where: str
     whole: int
     shard: int
     group: int
@@ -78,19 +81,26 @@ def measure(sizes: dict[str, Any], layout: dict[str, int], runtime: dict[str, An
         for entry in named_specs(model):
             to_local(entry.param).normal_(std=0.02, generator=generator)
     optimiser = torch.optim.AdamW(parameter_groups(model), lr=1e-4)
-    ids = torch.randint(0, config.vocab_size, (1, 64), generator=generator)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimiser.step()  # makes its states
+    optimiser.zero_grad()
+    ids = torch.randint(0, config.vocab_size, (1, TOKENS), generator=generator)
     batches = [{"input_ids": ids, "labels": ids}] * 2
-    peak = 0
-    for step in range(2):
-        with LiveBytes() as live:
-            live.add(tensors_of(model))
-            live.add(v for s in optimiser.state.values() for v in s.values())
-            forward_backward(model, batches, step=step)
-            settle_gradients(model)
-            clip_grad_norm(model, 1.0)
-            optimiser.step()
-            optimiser.zero_grad()
-        peak = live.peak
+    parts: dict[str, int] = {}
+    with LiveBytes() as live:
+        live.add(tensors_of(model))
+        live.add(v for s in optimiser.state.values() for v in s.values())
+        for name, work in (
+            ("forward_backward", lambda: forward_backward(model, batches)),
+            ("settle_gradients", lambda: settle_gradients(model)),
+            ("clip_grad_norm", lambda: clip_grad_norm(model, 1.0)),
+            ("optimiser", optimiser.step),
+        ):
+            live.peak = live.now()
+            work()
+            parts[name] = live.peak
+    where, peak = max(parts.items(), key=lambda part: part[1])
     shards = {e.fqn: to_local(e.param).nbytes for e in named_specs(model)}
     replicas = {"dense": mesh.size("dp_cp"), "expert": mesh.size("edp")}
 
@@ -106,6 +116,7 @@ def measure(sizes: dict[str, Any], layout: dict[str, int], runtime: dict[str, An
         groups.append(sum(before(e) for e in mine))
     return Found(
         peak=peak,
+        where=where,
         whole=sum(before(e) for e in named_specs(model)),
         shard=sum(shards.values()),
         group=max(groups),
@@ -119,16 +130,18 @@ def formula(zero: int, found: Found) -> int:
     return (4 * p + 2 * t, 3 * s + 2 * p + 2 * g, 4 * s + p + 3 * g, 4 * s + 4 * g)[zero]
 
 
-def table(sizes: dict[str, Any], layout: dict[str, int], ranks: int) -> tuple[list[str], bool]:
+def table(
+    sizes: dict[str, Any], layout: dict[str, int], ranks: int, stages: list[int]
+) -> tuple[list[str], bool]:
     """Return the rows of the table, and whether every bound holds."""
     config = model_config(sizes)
     total = config.num_params()
     lines = [
-        "| zero | peak of a rank | formula | peak / formula | bound | holds |",
-        "|---|---|---|---|---|---|",
+        "| zero | peak of a rank | in | formula | peak / formula | bound | holds |",
+        "|---|---|---|---|---|---|---|",
     ]
     fine = True
-    for zero in range(4):
+    for zero in stages:
         found = max(
             run_ranks(measure, ranks, sizes, {**layout, "zero": zero}, {}, timeout=380),
             key=lambda f: f.peak,
@@ -141,7 +154,7 @@ def table(sizes: dict[str, Any], layout: dict[str, int], ranks: int) -> tuple[li
             bound, holds = f"{most / MIB:.0f} MiB", found.peak <= most
         fine = fine and holds
         lines.append(
-            f"| {zero} | {found.peak / MIB:.0f} MiB | {want / MIB:.0f} MiB | "
+            f"| {zero} | {found.peak / MIB:.0f} MiB | {found.where} | {want / MIB:.0f} MiB | "
             f"{found.peak / want:.3f} | {bound} | {'yes' if holds else 'NO'} |"
         )
         print(lines[-1], found, flush=True)
@@ -153,11 +166,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--ep", type=int, default=2)
+    parser.add_argument("--zero", type=int, nargs="+", default=[0, 1, 2, 3], help="stages")
     parser.add_argument("--small", action="store_true", help="a model for a rehearsal")
     parser.add_argument("--write", action="store_true", help="write the dated table")
     options = parser.parse_args()
     sizes = SMALL if options.small else SIZES
-    lines, fine = table(sizes, {"ep": options.ep}, options.ranks)
+    lines, fine = table(sizes, {"ep": options.ep}, options.ranks, options.zero)
     total = model_config(sizes).num_params()
     today = datetime.date.today()
     head = f"""# Peak memory of a rank, {today}
@@ -167,9 +181,9 @@ def main() -> int:
 Mixtral of {total / 1e6:.0f} M parameters: {sizes["num_hidden_layers"]} layers, width \
 {sizes["hidden_size"]}, {sizes["num_local_experts"]} experts of {sizes["intermediate_size"]}, \
 vocabulary {sizes["vocab_size"]}.
-fp32 weights and AdamW states, two micro-batches of 64 tokens a rank; {options.ranks} ranks, gloo,
-{platform.machine()}, one thread each, torch {torch.__version__}. Bytes of tensor storages alive,
-peak over the second step, fullest rank. The formulas are those of docs/layouts.md; the bound of
+fp32 weights and AdamW states, two micro-batches of {TOKENS} tokens a rank; {options.ranks} ranks,
+gloo, {platform.machine()}, one thread each, torch {torch.__version__}. Bytes of tensor storages
+alive, peak over a step, fullest rank. The formulas are those of docs/layouts.md; the bound of
 stage 3 is 1.15 x (parameters + gradients + states) / ranks + 4 x the largest wrapped group.
 
 """
