@@ -115,6 +115,7 @@ def z_loss(
     with full_precision(logits_TE.device):
         logits_TE = promote(logits_TE)
         if mask_T is not None:
+            mask_T = mask_T.bool()
             logits_TE = torch.where(mask_T.unsqueeze(-1), logits_TE, 0.0)
         square_T = torch.logsumexp(logits_TE, dim=-1).square()
         if mask_T is not None:

@@ -220,6 +220,9 @@ def test_positions_end() -> None:
     assert [len(row) for row in got.tokens] == [3, 8]
     with pytest.raises(DataError, match="knows max_position_embeddings=64 positions"):
         generate(model, [[1] * 65])
+    for odd in ([[1.5]], [1, 2]):
+        with pytest.raises(DataError, match="list of lists of token ids"):
+            generate(model, odd, max_new_tokens=1)
     with pytest.raises(DataError, match="prompt 1 has no token"):
         generate(model, [[1], []])
     for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -2}, {"max_new_tokens": 0}):

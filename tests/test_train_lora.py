@@ -457,3 +457,11 @@ def test_run_resumed_and_exported(tmp_path: Path) -> None:
     tree["lora"]["alpha"] = 8
     with pytest.raises(MoeTpError, match=r"lora.alpha"):
         run_ranks(tune, 1, tree | {"parallel": {}}, True)
+
+
+def test_settings_by_position() -> None:
+    """CONTRACT: rank, alpha, targets, dropout, seed in this order; one target without a tuple."""
+    config = LoRAConfig(2, 4, "experts", 0.0, 7)
+    assert (config.rank, config.alpha, config.targets, config.seed) == (2, 4, ("experts",), 7)
+    with pytest.raises(ConfigError, match=r"rank=2\.5"):
+        LoRAConfig(2.5, 4)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from test_models_decoder import mesh_for
 from test_models_layouts import Layout, world_of
 
 from moe_tp.checkpoint.gather import gather_named
-from moe_tp.errors import DataError
+from moe_tp.errors import ConfigError, DataError
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.decoder import Decoder
 from moe_tp.models.load import build
@@ -214,3 +214,16 @@ def test_logits_of_each_micro_batch() -> None:
     assert [tuple(x.shape) for x in out.logits] == [(1, 2, 61), (2, 7, 61)]
     with pytest.raises(DataError, match="input_ids"):
         forward_backward(model, [{"labels": ONE["labels"]}])
+
+
+def test_what_is_no_micro_batch_is_refused_by_name() -> None:
+    """F3: a dict in place of the list, and an argument that is none; no bound of a norm."""
+    model = build(ModelConfig.from_hub(hub_config("mixtral")), Mesh.single())
+    batch = rows(4)
+    with pytest.raises(DataError, match="micro-batch 0: it is of type str"):
+        forward_backward(model, batch)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="'target_tokens', which is no argument"):
+        forward_backward(model, [{**batch, "target_tokens": torch.tensor(3)}])
+    for bound in (-1.0, 0.0, float("nan")):
+        with pytest.raises(ConfigError, match="max_norm="):
+            clip_grad_norm(model, bound)

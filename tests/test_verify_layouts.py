@@ -222,6 +222,8 @@ def test_refusals(folders: dict[str, str], tmp_path: Path) -> None:
         _refuse(with_router(balance_kind="sequence"), "adamw", 1)
     with pytest.raises(ConfigError, match="optimizer='lion'"):
         verify(folders["mixtral-6"], optimizer="lion")
+    with pytest.raises(ConfigError, match="tokens=0"):
+        verify(folders["mixtral-6"], tokens=0)
     with pytest.raises(ConfigError, match="steps=-1"):
         verify(folders["mixtral-6"], steps=-1)
     with pytest.raises(ConfigError, match="float16"):

@@ -126,6 +126,11 @@ class MoE(nn.Module):
         seed: int | None = None,
     ) -> None:
         super().__init__()
+        if min(dim, expert_dim) < 1 or num_shared < 0:
+            raise ConfigError(
+                f"dim={dim}, expert_dim={expert_dim} and num_shared={num_shared} are no sizes of a "
+                f"layer; choose dim and expert_dim from 1 on, num_shared from 0 on"
+            )
         if gradient not in ("sum", "mean"):
             raise ConfigError(f"gradient={gradient!r} is not a convention; choose 'sum' or 'mean'")
         self.dim, self.mesh, self.config, self.layer = dim, mesh, router, layer
@@ -180,7 +185,8 @@ class MoE(nn.Module):
 
         Args:
             x: `[..., D]`, this rank's own tokens, any number of them.
-            mask: bool, x's shape without D: True where a token is real; others give 0.
+            mask: bool, x's shape without D: True where a token is real; others give 0, whatever
+                they hold.
             token_ids: vocabulary ids, for `kind="hash"`.
             key: makes the router's noise a function of the token; None draws from torch.
             sequences: which token is of which sequence, for the loss of each sequence.
@@ -189,11 +195,13 @@ class MoE(nn.Module):
             replay: `[T, K]` recorded choices to use again.
             identity: a number for each token, the same in every layout, for `record_routing`.
 
+        Raises:
+            ConfigError: x is not `[..., D]`, or the mask has another shape.
+
         Collectives: those of the dispatcher over ep and etp, of the shared expert over tp, and of
         the losses over all owners of tokens.
         """
-        x_TD = x.reshape(-1, self.dim)
-        mask_T = None if mask is None else mask.reshape(-1)
+        x_TD, mask_T = self._tokens(x, mask)
         ids_T = None if token_ids is None else token_ids.reshape(-1)
         if self.tape is not None and replay is None:
             replay = self.tape.before(self.layer, identity, mask_T)
@@ -210,6 +218,26 @@ class MoE(nn.Module):
         y_TD, wire = self._routed_and_shared(x_TD, assignment, mask_T)
 
         return count_load(y_TD, self.router, assignment).view(x.shape), replace(aux, wire=wire)
+
+    def _tokens(
+        self, x: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return x and its mask as rows; padding, which may hold NaN, is zero from here on."""
+        if x.dim() == 0 or x.shape[-1] != self.dim:
+            raise ConfigError(
+                f"x has shape {tuple(x.shape)}, but the layer works on rows of dim={self.dim}; "
+                f"its last dimension must be that"
+            )
+        x_TD = x.reshape(-1, self.dim)
+        if mask is None:
+            return x_TD, None
+        if mask.shape not in (x.shape[:-1], x_TD.shape[:1]):
+            raise ConfigError(
+                f"the mask has shape {tuple(mask.shape)}, but x has shape {tuple(x.shape)}; give "
+                f"one value for each token"
+            )
+        mask_T = mask.reshape(-1).bool()
+        return torch.where(mask_T[:, None], x_TD, 0.0), mask_T
 
     def serve(
         self,

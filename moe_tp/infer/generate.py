@@ -98,8 +98,8 @@ def generate(
         dp; those of the model's calls, of `choose`, and over dp an all-reduce of a number a token.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} must be a whole number from 1 on")
     if split_rows and return_logits:
         raise ConfigError("return_logits=True is for this rank's own rows; leave split_rows out")
     check_model(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,7 +78,13 @@ def read_prompts(input_ids: Prompts, attention_mask: torch.Tensor | None) -> lis
         raise DataError(
             "attention_mask belongs to a tensor of ids; a list of prompts has no padding"
         )
-    return [[int(i) for i in row] for row in input_ids]
+    try:
+        return [[operator.index(i) for i in row] for row in input_ids]
+    except TypeError:
+        raise DataError(
+            "prompts must be a list of lists of token ids (whole numbers), or a [batch, sequence] "
+            "tensor of them"
+        ) from None
 
 
 def prompt_problem(model: Decoder, prompts: Sequence[Sequence[int]]) -> str | None:

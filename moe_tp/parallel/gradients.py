@@ -222,10 +222,13 @@ def clip_grad_norm(
         error_if_nonfinite: raise, on every rank alike, instead of returning nan or inf.
 
     Raises:
-        ConfigError: a gradient still owes a sum, or the norm is not finite (on request).
+        ConfigError: a gradient still owes a sum, `max_norm` is no bound, or the norm is not finite
+            (on request).
 
     Collectives: all-reduce of one number over the world.
     """
+    if not max_norm > 0:
+        raise ConfigError(f"max_norm={max_norm} is no bound of a norm; choose a number above 0")
     norm = float(gradient_norm(model, norm_type=norm_type))
     if not math.isfinite(norm):
         if error_if_nonfinite:

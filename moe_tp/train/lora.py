@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ from moe_tp.train.lora_targets import choose_parameters, group_of, layer_of
 _STATE = "_lora"  # beside the module tree of an adapted model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LoRAConfig:
     """Settings of the adapters.
 
@@ -65,16 +65,19 @@ class LoRAConfig:
     targets: tuple[str, ...] = ("attention", "experts")
     dropout: float = 0.0
     seed: int = 0
+    _: KW_ONLY
     rslora: bool = False
     dora: bool = False
     experts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "targets", tuple(self.targets))
+        given: object = self.targets  # a single name is often given without its tuple
+        names = (given,) if isinstance(given, str) else tuple(self.targets)
+        object.__setattr__(self, "targets", names)
         if self.experts is not None:
             object.__setattr__(self, "experts", tuple(self.experts))
-        if self.rank < 1:
-            raise ConfigError(f"lora rank={self.rank} adapts nothing; choose 1 or more")
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ConfigError(f"lora rank={self.rank} is no size; choose a whole number from 1 on")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise ConfigError(f"lora alpha={self.alpha} is no scale; choose a number above 0")
         if not 0.0 <= self.dropout < 1.0:

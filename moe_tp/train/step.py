@@ -208,12 +208,14 @@ def _agree(model: Decoder, micro_batches: Sequence[MicroBatch]) -> _Plan:
     problem: str | None = None
     targets = samples = tokens = 0
     for m, batch in enumerate(micro_batches):
-        ids: torch.Tensor | None = batch.get("input_ids")
+        found = _unlike_a_batch(batch)
+        if found is not None:
+            problem = f"micro-batch {m}: {found}"
+            break
+        ids: torch.Tensor = batch["input_ids"]
         labels, mask, positions = (batch.get(name) for name in _OPTIONAL)
-        found: str | None = "it has no input_ids"
-        if ids is not None:
-            found = batch_problem(model.config.vocab_size, ids, labels, mask, positions)
-        if found is not None or ids is None:
+        found = batch_problem(model.config.vocab_size, ids, labels, mask, positions)
+        if found is not None:
             problem = f"micro-batch {m}: {found}"
             break
         samples += ids.shape[0]
@@ -239,6 +241,18 @@ def _agree(model: Decoder, micro_batches: Sequence[MicroBatch]) -> _Plan:
         num_micro_batches=max(row[0] for row in numbers),
         first_sample=sum(row[2] for row in numbers[: group.rank]),
     )
+
+
+def _unlike_a_batch(batch: object) -> str | None:
+    """Return why something is no dict of a call's arguments, or None."""
+    if not isinstance(batch, Mapping):
+        return f"it is of type {type(batch).__name__}, not a dict of arguments"
+    if batch.get("input_ids") is None:
+        return "it has no input_ids"
+    unknown = sorted(set(batch) - {"input_ids", "sample_offset", *_OPTIONAL})
+    if unknown:
+        return f"it has {unknown[0]!r}, which is no argument of a micro-batch"
+    return None
 
 
 def _arguments(batch: MicroBatch) -> dict[str, Any]:

@@ -73,6 +73,8 @@ def verify(
     Collectives: those of the run; objects gathered to rank 0 and broadcast from it.
     """
     limits = tolerances_for(dtype)
+    if tokens < 1:
+        raise ConfigError(f"tokens={tokens} compares nothing; choose 1 or more")
     config = ModelConfig.from_hub(read_config(path))
     _refuse(config, optimizer, steps)
     half = dtype == torch.bfloat16
