@@ -29,13 +29,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--set", choices=tuple(SETS), default="base", dest="which")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="5 in the base set, 3 in the full one")
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "parity.jsonl")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "parity.md")
     parser.add_argument("--share", default="1/1", help="run the I-th of N parts, as I/N")
     parser.add_argument("--limit", type=int, help="stop after so many runs")
     parser.add_argument("--fresh", action="store_true", help="forget earlier runs")
     options = parser.parse_args()
+    options.steps = options.steps or {"base": 5, "full": 3}[options.which]
     if options.fresh:
         options.state.unlink(missing_ok=True)
     options.state.parent.mkdir(parents=True, exist_ok=True)
