@@ -147,7 +147,8 @@ def read_rope(
 ) -> RopeConfig:
     """Return the rotary embedding of a config in the old or the new spelling.
 
-    Where both are there the old one decides, as in transformers.
+    Where both are there the old one decides, as in transformers, which then reads nothing of the
+    new one.
 
     Args:
         fields: the config.
@@ -155,17 +156,19 @@ def read_rope(
         interleaved: the family's pairing.
 
     Raises:
-        ConfigError: a kind that is not supported.
+        ConfigError: a kind that is not supported; a value that stands only in the new spelling
+            while the old one decides.
     """
-    new = fields.raw("rope_parameters", {})
-    given = dict(fields.raw("rope_scaling", None) or new or scaling or {})
+    new, old = fields.raw("rope_parameters", {}), fields.raw("rope_scaling", None)
+    if old:
+        _check_lost(fields, old, new, {"rope_theta": theta, "partial_rotary_factor": partial})
+    given = dict(old or new or scaling or {})
     kind = str(given.get("rope_type") or given.get("type") or "default")
-    for source in (new, {"rope_theta": fields.raw("rope_theta", theta)}):
-        if given.get("rope_theta") is None and source.get("rope_theta") is not None:
-            given["rope_theta"] = source["rope_theta"]
+    if given.get("rope_theta") is None:
+        given["rope_theta"] = fields.raw("rope_theta", theta)
     fraction = given.get("partial_rotary_factor")
     if fraction is None:
-        fraction = fields.number("partial_rotary_factor", new.get("partial_rotary_factor", partial))
+        fraction = fields.number("partial_rotary_factor", partial)
     values = HubFields({**given, "model_type": fields.model_type})
     trained = fields.optional_integer("original_max_position_embeddings")
     if trained is None:
@@ -191,6 +194,23 @@ def read_rope(
         attention_factor=values.optional_number("attention_factor"),
         truncate=values.flag("truncate", True),
     )
+
+
+def _check_lost(
+    fields: HubFields,
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    defaults: Mapping[str, float],
+) -> None:
+    """Refuse a value of `rope_parameters` for which transformers would take a default instead."""
+    for name, default in defaults.items():
+        elsewhere = old.get(name) is not None or fields.raw(name, None) is not None
+        if not elsewhere and new.get(name) not in (None, default):
+            raise ConfigError(
+                f"config.json: rope_scaling decides over rope_parameters, as in transformers, but "
+                f"{name}={new[name]!r} stands only in rope_parameters and would be lost; put "
+                f"{name} into rope_scaling too, or delete one of the two fields"
+            )
 
 
 def read_step_layers(fields: HubFields) -> tuple[int, ...]:

@@ -176,14 +176,13 @@ def _rope(config: Mapping[str, Any], family: str, head_dim: int) -> Rope:
     settings = dict(config.get("rope_scaling") or new)
     if family == "gpt_oss" and not settings:
         settings = dict(_GPT_OSS_ROPE)
-    base = settings.get("rope_theta") or new.get("rope_theta") or config.get("rope_theta")
+    base = settings.get("rope_theta") or config.get("rope_theta")
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ConfigError(
             f"rope_type={kind!r}: the reference computes default, linear, llama3 and yarn"
         )
-    part = settings.get("partial_rotary_factor") or new.get("partial_rotary_factor")
-    part = part or config.get("partial_rotary_factor")
+    part = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor")
     if part is None:
         part = 0.5 if family == "glm4_moe" else 1.0
     return Rope(
