@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from moe_tp.checkpoint.agree import together
+from moe_tp.checkpoint.dtypes import weight_dtype
 from moe_tp.checkpoint.load import load_into
 from moe_tp.checkpoint.reader import HubFolder
 from moe_tp.checkpoint.writer import save_hub
@@ -31,7 +32,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def build(
-    config: ModelConfig, mesh: Mesh, *, seed: int = 0, dtype: torch.dtype = torch.float32
+    config: ModelConfig, mesh: Mesh, *, seed: int = 0, dtype: torch.dtype | str = torch.float32
 ) -> Decoder:
     """Return a model with random weights, the same for every layout; collective.
 
@@ -39,16 +40,17 @@ def build(
         config: the model.
         mesh: the mesh.
         seed: of the weights and of dropout.
-        dtype: of the parameters; norms and routers are never below fp32.
+        dtype: of the parameters, or its name; norms and routers are never below fp32.
 
     Raises:
-        ConfigError: the layout does not fit the model.
+        ConfigError: the dtype is none of weights, or the layout does not fit the model.
         RankMismatchError: ranks brought different configurations.
 
     Collectives: an exchange of the configuration through the store.
     """
-    mesh.agree("the model's configuration", repr((config, seed, dtype)))
-    model = allocate(config, mesh, dtype)
+    kind = weight_dtype(dtype)
+    mesh.agree("the model's configuration", repr((config, seed, kind)))
+    model = allocate(config, mesh, kind)
     model.seed = seed
     initialise(model, seed)
     return model
@@ -97,7 +99,7 @@ def wrap_units(model: Decoder) -> list[WrapUnit]:
 
 
 def from_pretrained(
-    path: str | os.PathLike[str], mesh: Mesh, *, dtype: torch.dtype | None = None
+    path: str | os.PathLike[str], mesh: Mesh, *, dtype: torch.dtype | str | None = None
 ) -> Decoder:
     """Return the model of a hub folder, each rank with its own slices; collective.
 
@@ -105,19 +107,20 @@ def from_pretrained(
         path: a folder, a URL such as `s3://bucket/folder`, or a hub id (`owner/name`, with
             `@revision` where wanted).
         mesh: the mesh.
-        dtype: of the parameters; None: as on disk, bf16 for quantised formats.
+        dtype: of the parameters, or its name; None: as on disk, bf16 for quantised formats.
 
     Raises:
-        ConfigError: the family is not supported, or the layout does not fit the model.
+        ConfigError: the family or the dtype is not supported, or the layout does not fit the model.
         CheckpointError: the folder is not complete; on every rank.
 
     Collectives: agreements over the world about the folder and the load.
     """
+    kind = None if dtype is None else weight_dtype(dtype)
     world = mesh.group("world")
     folder = together(lambda: HubFolder(path), world, mesh.device)
     config = _with_honest_tie(ModelConfig.from_hub(folder.config), folder, mesh)
-    mesh.agree("the model's configuration", repr((config, dtype, sorted(folder.files.items()))))
-    model = allocate(config, mesh, dtype or folder.default_dtype)
+    mesh.agree("the model's configuration", repr((config, kind, sorted(folder.files.items()))))
+    model = allocate(config, mesh, kind or folder.default_dtype)
     model.name_rules = rules_for(config, folder.logical.keys())
     model.source = folder.path or folder.where
     load_into(model, folder, model.name_rules)
@@ -168,7 +171,7 @@ def save_pretrained(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
 ) -> None:
     """Write a hub folder from any layout; collective.
@@ -179,11 +182,11 @@ def save_pretrained(
     Args:
         model: from `build` or `from_pretrained`.
         path: the folder to write; it appears only when it is complete.
-        dtype: on disk; None: as in the folder it was read from, or of the parameters.
+        dtype: on disk, or its name; None: as in the folder it was read from, or of the parameters.
         max_shard_size: bytes a weight file, or text such as `5GB`.
 
     Raises:
-        ConfigError: the model is not this library's.
+        ConfigError: the model is not this library's, or the dtype is none of weights.
         CheckpointError: it cannot be written; on every rank.
 
     Collectives: agreements over the world; each rank writes its own files.
@@ -193,12 +196,14 @@ def save_pretrained(
             f"save_pretrained writes models of build and from_pretrained, not "
             f"{type(model).__name__}"
         )
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"save_pretrained writes into a folder, but path is {path!r}")
     save_hub(
         model,
         path,
         model.name_rules,
         model.hub_config,
-        dtype=dtype,
+        dtype=None if dtype is None else weight_dtype(dtype),
         max_shard_size=max_shard_size,
         carry_from=model.source,
     )
