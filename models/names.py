@@ -18,6 +18,7 @@ from moe_tp.checkpoint.rules import (
     expert_gate_up_bias,
     whole,
 )
+from moe_tp.checkpoint.sized import Sized
 from moe_tp.models.config import ModelConfig
 
 
@@ -95,7 +96,7 @@ def choose(tensors: Collection[str], *forms: HubNames) -> HubNames:
 
 def name_rules(config: ModelConfig, names: HubNames) -> NameRules:
     """Return how every parameter of the model lies in a hub folder."""
-    dim, vocab = config.dim, config.vocab_size
+    dim, vocab = _dim(config), Sized(config.vocab_size, ("vocab_size",))
     pieces: dict[str, tuple[Piece, ...]] = {
         "embed.weight": whole("model.embed_tokens.weight", (vocab, dim)),
         "norm.weight": whole("model.norm.weight", (dim,)),
@@ -115,23 +116,51 @@ def name_rules(config: ModelConfig, names: HubNames) -> NameRules:
         fp32_names=names.fp32,
         hints={
             r"lm_head\.weight": "tie_word_embeddings",
-            r".*experts.*": "the number of experts",
+            r".*\.experts\..*": _experts(config).fields[0],
             r"model\.layers\..*": "num_hidden_layers",
         },
     )
+
+
+def _field(config: ModelConfig, *names: str) -> tuple[str, ...]:
+    """Return the name that the model's config.json has, the last one where it has none."""
+    return (next((name for name in names if name in config.hub_config), names[-1]),)
+
+
+def _dim(config: ModelConfig) -> Sized:
+    return Sized(config.dim, ("hidden_size",))
+
+
+def _experts(config: ModelConfig) -> Sized:
+    names = _field(config, "n_routed_experts", "num_experts", "num_local_experts")
+    return Sized(config.moe.router.num_experts, names)
+
+
+def _expert_dim(config: ModelConfig) -> Sized:
+    names = _field(config, "moe_intermediate_size", "intermediate_size")
+    return Sized(config.moe.expert_dim, names)
+
+
+def _shared_dim(config: ModelConfig) -> Sized:
+    one = "shared_expert_intermediate_size"
+    if one in config.hub_config:
+        return Sized(config.moe.shared_dim, (one,))
+    return Sized(config.moe.shared_dim, ("n_shared_experts", *_expert_dim(config).fields))
 
 
 def _layer_pieces(
     config: ModelConfig, names: HubNames, layer: int
 ) -> Mapping[str, tuple[Piece, ...]]:
     here, there = f"layers.{layer}.", f"model.layers.{layer}."
+    dim = _dim(config)
     result = {
-        f"{here}attention_norm.weight": whole(f"{there}input_layernorm.weight", (config.dim,)),
-        f"{here}mlp_norm.weight": whole(f"{there}post_attention_layernorm.weight", (config.dim,)),
+        f"{here}attention_norm.weight": whole(f"{there}input_layernorm.weight", (dim,)),
+        f"{here}mlp_norm.weight": whole(f"{there}post_attention_layernorm.weight", (dim,)),
     }
     parts = _attention_shapes(config)
     if config.is_dense(layer):
-        parts |= _mlp_shapes("mlp", "mlp", config.dense_dim, config.dim)
+        hidden = Sized(config.dense_dim, ("intermediate_size",))
+        parts |= _mlp_shapes("mlp", "mlp", hidden, dim)
     for fqn, (hub, shape) in parts.items():
         result[here + fqn] = whole(there + hub, shape)
     if not config.is_dense(layer):
@@ -151,25 +180,33 @@ def _mlp_shapes(
 
 def _attention_shapes(config: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return parameter -> (hub name, shape) of one layer's attention."""
-    attention, dim = config.attention, config.dim
-    heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    attention, dim = config.attention, _dim(config)
+    heads = Sized(attention.num_heads, ("num_attention_heads",))
+    kv_heads = Sized(attention.num_kv_heads, ("num_key_value_heads",))
+    split = ("head_dim",) if config.hub_config.get("head_dim") else (*dim.fields, *heads.fields)
+    size = Sized(attention.head_dim, split)
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     biased: dict[str, tuple[str, int]] = {}
     if attention.mla is not None:
         mla = attention.mla
-        wide, latent = heads * mla.qk_dim, mla.kv_rank + mla.rope_dim
+        rope_dim = Sized(mla.rope_dim, ("qk_rope_head_dim",))
+        nope_dim = Sized(mla.nope_dim, ("qk_nope_head_dim",))
+        value_dim = Sized(mla.value_dim, ("v_head_dim",))
+        kv_rank = Sized(mla.kv_rank, ("kv_lora_rank",))
+        wide, latent = heads * (nope_dim + rope_dim), kv_rank + rope_dim
         if mla.q_rank is None:
             shapes["q.weight"] = ("q_proj.weight", (wide, dim))
         else:
-            shapes["q_a.weight"] = ("q_a_proj.weight", (mla.q_rank, dim))
-            shapes["q_a_norm.weight"] = ("q_a_layernorm.weight", (mla.q_rank,))
-            shapes["q_b.weight"] = ("q_b_proj.weight", (wide, mla.q_rank))
-            biased["q_a"] = ("q_a_proj", mla.q_rank)
+            q_rank = Sized(mla.q_rank, ("q_lora_rank",))
+            shapes["q_a.weight"] = ("q_a_proj.weight", (q_rank, dim))
+            shapes["q_a_norm.weight"] = ("q_a_layernorm.weight", (q_rank,))
+            shapes["q_b.weight"] = ("q_b_proj.weight", (wide, q_rank))
+            biased["q_a"] = ("q_a_proj", q_rank)
         shapes["kv_a.weight"] = ("kv_a_proj_with_mqa.weight", (latent, dim))
-        shapes["kv_a_norm.weight"] = ("kv_a_layernorm.weight", (mla.kv_rank,))
-        up = heads * (mla.nope_dim + mla.value_dim)
-        shapes["kv_b.weight"] = ("kv_b_proj.weight", (up, mla.kv_rank))
-        shapes["o.weight"] = ("o_proj.weight", (dim, heads * mla.value_dim))
+        shapes["kv_a_norm.weight"] = ("kv_a_layernorm.weight", (kv_rank,))
+        up = heads * (nope_dim + value_dim)
+        shapes["kv_b.weight"] = ("kv_b_proj.weight", (up, kv_rank))
+        shapes["o.weight"] = ("o_proj.weight", (dim, heads * value_dim))
         biased["kv_a"] = ("kv_a_proj_with_mqa", latent)
     else:
         for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
@@ -192,8 +229,8 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[str, tuple[int, ..
 def _moe_pieces(
     config: ModelConfig, names: HubNames, here: str, there: str
 ) -> Mapping[str, tuple[Piece, ...]]:
-    moe, dim = config.moe, config.dim
-    experts, hidden = moe.router.num_experts, moe.expert_dim
+    moe, dim = config.moe, _dim(config)
+    experts, hidden = _experts(config), _expert_dim(config)
     gate_up = [there + name for name in names.gate_up]
     result = {
         f"{here}moe.router.weight": whole(there + names.router, (experts, dim)),
@@ -216,7 +253,7 @@ def _moe_pieces(
             there + names.correction_bias, (experts,)
         )
     if moe.shared_dim:
-        shared = _mlp_shapes("moe.shared", names.shared, moe.shared_dim, dim)
+        shared = _mlp_shapes("moe.shared", names.shared, _shared_dim(config), dim)
         result |= {here + fqn: whole(there + hub, shape) for fqn, (hub, shape) in shared.items()}
     if moe.shared_gate:
         result[f"{here}moe.shared_gate.weight"] = whole(there + names.shared_gate, (1, dim))

@@ -130,7 +130,11 @@ def write_folder(
         part = {name: tensors[name] for name in names[shard::shards]}
         save_file(part, path / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(part, file))
-    index = {"metadata": {"total_size": 0}, "weight_map": dict(sorted(weight_map.items())[::-1])}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": dict(sorted(weight_map.items())[::-1]),
+    }
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     return path
 

@@ -71,7 +71,7 @@ def inspect_folder(
     """
     folder = HubFolder(path, strict=False)
     try:
-        problems = list(folder.problems)
+        problems = folder.problems + folder.doubts
         used = dict(folder.logical)
         if rules is not None:
             problems += differences(folder, rules) if folder.logical else []

@@ -20,6 +20,7 @@ from moe_tp.checkpoint.header import CODES
 from moe_tp.checkpoint.progress import Bar, Progress
 from moe_tp.checkpoint.reader import HubFolder, listed
 from moe_tp.checkpoint.rules import NameRules, Piece
+from moe_tp.checkpoint.sized import name_hint, shape_hint
 from moe_tp.checkpoint.slices import span
 from moe_tp.errors import CheckpointError
 from moe_tp.log import get_logger
@@ -141,6 +142,8 @@ def load_into(
         return targets, missing
 
     targets, missing = together(prepare, world, device)
+    for doubt in folder.doubts if world.rank == 0 else ():
+        _log.warning("%s: %s", folder.where, doubt)
     jobs = together(lambda: _jobs(folder, rules, targets, set(missing)), world, device)
     files = {part.file for job in jobs for part in folder.find(job.name).parts}
     folder.storage.prepare(sorted(files), world, device)
@@ -218,7 +221,7 @@ def differences(folder: HubFolder, rules: NameRules, allowed: Sequence[str] = ()
         if found.shape != shape:
             problems.append(
                 f"{found.data.file}: tensor {name!r}: expected shape {list(shape)}, found "
-                f"{list(found.shape)}{_hint([name], rules)}"
+                f"{list(found.shape)}{shape_hint(shape, found.shape)}"
             )
         elif not found.dtype.is_floating_point:
             problems.append(
@@ -231,14 +234,7 @@ def differences(folder: HubFolder, rules: NameRules, allowed: Sequence[str] = ()
 def _names(names: Sequence[str], rules: NameRules) -> str:
     shown = ", ".join(repr(name) for name in names[:_SHOWN])
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{shown}{more}{_hint(names, rules)}"
-
-
-def _hint(names: Sequence[str], rules: NameRules) -> str:
-    fields = [
-        text for p, text in rules.hints.items() if any(re.fullmatch(p, name) for name in names)
-    ]
-    return f" (decided by {', '.join(fields)} in config.json)" if fields else ""
+    return f"{shown}{more}{name_hint(names, rules.hints)}"
 
 
 def _renamed(missing: Sequence[str], extra: Sequence[str]) -> str:

@@ -46,6 +46,7 @@ class HubFolder:
         logical: what a model sees (quantised tensors decoded to bf16), by name in natural order.
         files: weight files and their bytes.
         problems: what is wrong, one sentence each.
+        doubts: what is odd and keeps no weight from being read, one sentence each.
 
     Raises:
         CheckpointError: strict and something is wrong, or there is no such folder.
@@ -58,6 +59,10 @@ class HubFolder:
         strict: bool = True,
         need_config: bool = True,
     ) -> None:
+        if path is None or isinstance(path, (bytes, int, float)):
+            raise CheckpointError(
+                f"expected a folder, a URL or a hub id to read a model from, found {path!r}"
+            )
         self.storage: Storage = open_storage(path) if isinstance(path, (str, os.PathLike)) else path
         self.path: Path | None = (
             self.storage.path if isinstance(self.storage, LocalStorage) else None
@@ -73,6 +78,7 @@ class HubFolder:
         logical, problems = logical_tensors(self.tensors, self.config)
         self.logical: dict[str, Logical] = {n: logical[n] for n in sorted(logical, key=natural_key)}
         self.problems: list[str] = scan.problems + problems
+        self.doubts: list[str] = scan.doubts
         self.counter = Counter(headers=scan.header_bytes)
         if strict and self.problems:
             self.storage.close()

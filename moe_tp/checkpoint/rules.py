@@ -20,6 +20,7 @@ from moe_tp.errors import CheckpointError
 
 Index = int | slice
 ExpertFormat = Literal["per_expert", "fused", "fused_transposed", "fused_interleaved", "flat"]
+_ADAPTERS = {"low_rank", "adapter"}  # the modules that hold LoRA's factors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,8 @@ class NameRules:
         optional: patterns of hub tensors that may lie in a folder and are dropped in silence
             (the copy of a tied head).
         fp32_names: patterns of hub tensors written in fp32 whatever dtype is asked for.
-        hints: pattern of hub names -> the config field that decides about them, for messages.
+        hints: pattern of hub names -> the config field that decides whether they are there, for
+            messages; the first that matches counts. Sizes bring their own (`Sized`).
     """
 
     pieces: Mapping[str, tuple[Piece, ...]]
@@ -82,6 +84,12 @@ class NameRules:
             CheckpointError: no rule speaks of it.
         """
         found = self.pieces.get(fqn)
+        if found is None and _ADAPTERS.intersection(fqn.split(".")):
+            raise CheckpointError(
+                f"parameter {fqn!r} belongs to an adapter, which a folder of the whole model has "
+                f"no place for; fold it in with merge_lora(model) first, or write the adapters "
+                f"alone with save_adapter(model, path)"
+            )
         if found is None:
             raise CheckpointError(
                 f"parameter {fqn!r} has no name rule, so it could be neither read nor written; "

@@ -43,14 +43,18 @@ class Scan:
         files: weight files and their sizes in bytes.
         config: config.json, empty where it cannot be read.
         problems: what is wrong, one sentence each.
+        doubts: what is odd and keeps no weight from being read, one sentence each.
         header_bytes: bytes that were read to learn this.
+        total_size: bytes of all tensors as the index claims, None where it does not.
     """
 
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
     header_bytes: int = 0
+    total_size: Any = None
 
     def attempt(self, step: Callable[[], None]) -> None:
         """Run a step, keeping its error as a problem."""
@@ -88,6 +92,7 @@ def scan_folder(storage: Storage, *, need_config: bool = True) -> Scan:
         scan.attempt(lambda: _add_file(storage, SINGLE, sizes, scan))
     else:
         _add_indexed(storage, weight_map, sizes, scan)
+        _check_total(scan)
     if not scan.tensors and not scan.problems:
         scan.problems.append("the weight files hold no tensor")
     _check_mixture(scan)
@@ -109,7 +114,8 @@ def _weight_map(storage: Storage, sizes: Mapping[str, int], scan: Scan) -> dict[
             return None
         raise CheckpointError(_no_weights(sizes))
     index = _json(storage, INDEX, sizes, scan)
-    found = index.get("weight_map")
+    found, metadata = index.get("weight_map"), index.get("metadata")
+    scan.total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
     if not isinstance(found, dict) or not found:
         raise CheckpointError(f"{INDEX}: expected a weight_map of tensor to file, found none")
     for name, file in found.items():
@@ -226,6 +232,16 @@ def _add_indexed(
             scan.problems.append(
                 f"{info.file}: tensor {name!r}: expected no tensor that {INDEX} does not list"
             )
+
+
+def _check_total(scan: Scan) -> None:
+    """Compare the claimed bytes; a wrong claim is common, since tools copy it after a change."""
+    total = sum(info.nbytes for info in scan.tensors.values())
+    if scan.total_size is not None and not scan.problems and scan.total_size != total:
+        scan.doubts.append(
+            f"{INDEX}: expected metadata.total_size={total}, the bytes of the tensors in the "
+            f"files, found {scan.total_size!r}"
+        )
 
 
 def _check_mixture(scan: Scan) -> None:
