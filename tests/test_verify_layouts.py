@@ -108,9 +108,9 @@ def test_bf16_is_no_worse_than_one_process(folders: dict[str, str]) -> None:
     row = run_ranks(
         run_cases, 2, folders, [Case("mixtral-8", layout, dtype="bfloat16")], 0, timeout=120.0
     )[0][0]
-    for kind in ("loss", "gradients"):
-        most = max(1.5 * float(alone.max_relative_error[kind] or 0.0), 1e-3)
-        assert float(row["max_relative_error"][kind]) <= most
+    assert float(row["max_relative_error"]["loss"]) <= 2e-2  # one number may be right by accident
+    most = 1.5 * float(alone.max_relative_error["gradients"] or 0.0)
+    assert float(row["max_relative_error"]["gradients"]) <= most
 
 
 @pytest.mark.parametrize("case", CASES)
