@@ -83,8 +83,8 @@ def check_after_kill(target: Path) -> float:
     """One of both checkpoints loads, whole; whatever else lies there is refused by name."""
     value = value_of(target)
     for left in target.parent.glob(f".{target.name}*"):
-        try:  # whole, between the last sync and the rename, or refused
-            assert value_of(left) == 2.0
+        try:  # refused, or the other one whole: new before the exchange of the folders, old after
+            assert value_of(left) == 3.0 - value
         except CheckpointError as error:
             if "unfinished save" not in str(error):
                 raise
