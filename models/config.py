@@ -126,6 +126,11 @@ class AttentionConfig:
     scale: float | None = None
     dropout: float = 0.0
 
+    @property
+    def rope_size(self) -> int:
+        """Elements of a head that rope is about."""
+        return self.head_dim if self.mla is None else self.mla.rope_dim
+
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ConfigError(

@@ -22,7 +22,7 @@ from moe_tp.models.cache import LayerCache
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.context import SharedSequences
 from moe_tp.models.rope import Rotation, rotation
-from moe_tp.parallel.collectives import raw_all_reduce
+from moe_tp.parallel.collectives import raw_all_gather, raw_all_reduce
 from moe_tp.parallel.context.sequence import padded_length, share
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.random import DropoutKey
@@ -131,21 +131,31 @@ def batch_problem(
     return None
 
 
-def check_batch(
-    vocab_size: int,
-    input_ids: torch.Tensor,
-    labels: torch.Tensor | None = None,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-) -> None:
-    """Check a batch.
+def share_numbers(
+    mesh: Mesh, numbers: Sequence[int], problem: str | None, what: str
+) -> list[list[int]]:
+    """Return the numbers of every dp rank, unless one of them has a problem.
+
+    Args:
+        mesh: the mesh.
+        numbers: this rank's, as many on every rank.
+        problem: why what this rank was given cannot be used, or None.
+        what: it was given.
 
     Raises:
-        DataError: see `batch_problem`.
+        DataError: on every rank: this rank's problem, or which rank has one.
+
+    Collectives: all-gather of the numbers and one more over dp.
     """
-    problem = batch_problem(vocab_size, input_ids, labels, attention_mask, position_ids)
+    group = mesh.group("dp")
+    mine = torch.tensor([[*numbers, int(problem is not None)]], device=mesh.device)
+    table = raw_all_gather(mine, group).tolist()
     if problem is not None:
         raise DataError(problem)
+    bad = [group.ranks[i] for i, row in enumerate(table) if row[-1]]
+    if bad:
+        raise DataError(f"rank {bad[0]} was given {what} that cannot be used; its message says why")
+    return [row[:-1] for row in table]
 
 
 def document_starts(position_ids: torch.Tensor) -> torch.Tensor:
@@ -316,8 +326,6 @@ def prepare(
     row = torch.arange(batch, device=device)[:, None].expand(batch, whole)
     windows = {config.window(layer) for layer in range(config.num_layers)}
     ids_N = flat(wide(input_ids.to(torch.int64), 0), 0)
-    mla = config.attention.mla
-    turned = config.attention.head_dim if mla is None else mla.rope_dim
     mask = None if attention_mask is None else wide(attention_mask.long(), 0)
     ring = cp.size > 1 and mesh.runtime.cp_kind == "ring"
     masks: dict[int, torch.Tensor | None] = dict.fromkeys(windows)
@@ -335,7 +343,7 @@ def prepare(
         token_ids_T=flat(identity, -1)[mine],
         sequence_T=flat(row, 0)[mine],
         token_ids_BS=identity,
-        rotation=rotation(config.rope, turned, positions[:, columns], dtype),
+        rotation=rotation(config.rope, config.attention.rope_size, positions[:, columns], dtype),
         masks=masks,
         context=_context(mesh, whole, mask, position_ids),
     )

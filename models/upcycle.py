@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,7 @@ import torch
 from moe_tp.checkpoint.agree import together
 from moe_tp.checkpoint.files import FilePlan, Slab, parse_size, plain_tensor, plan_files
 from moe_tp.checkpoint.rules import NameRules
-from moe_tp.checkpoint.supply import Packed
+from moe_tp.checkpoint.supply import OwnSupply
 from moe_tp.checkpoint.writer import SaveReport, write_folder, written_config
 from moe_tp.errors import CheckpointError, ConfigError
 from moe_tp.models.config import ModelConfig
@@ -317,7 +317,7 @@ def check_source(model: DenseModel, rules: NameRules, origins: Mapping[str, Orig
             )
 
 
-class UpcycleSupply:
+class UpcycleSupply(OwnSupply):
     """The values of the MoE's tensors, made of slices of the dense model as they are written.
 
     Args:
@@ -329,20 +329,6 @@ class UpcycleSupply:
     def __init__(self, model: DenseModel, origins: Mapping[str, Origin], seed: int) -> None:
         self.model, self.origins, self.seed = model, origins, seed
         self._rms: dict[str, float] = {}
-
-    def pack(self, windows: Sequence[Sequence[Slab]]) -> Packed:
-        """Return nothing: each rank reads what its own window needs."""
-        none = [0] * len(windows)
-        return Packed(torch.empty(0, dtype=torch.uint8), none, none)
-
-    def exchange(self, packed: Packed) -> torch.Tensor:
-        """Return nothing; no collective."""
-        return packed.data
-
-    def unpack(self, window: Sequence[Slab], data: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the values of each slab."""
-        for slab in window:
-            yield self.values(slab)
 
     def values(self, slab: Slab) -> torch.Tensor:
         """Return the values of a slab in its dtype."""

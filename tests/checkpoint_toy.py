@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from moe_tp.checkpoint import HubFolder, load_into, save_hub
 from moe_tp.checkpoint import rules as R
 from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import ParallelModule, ParamSpec
+from moe_tp.parallel.parameter import ParallelModule, ParamSpec, to_local
 
 VOCAB, DIM, HIDDEN, HEADS = 11, 8, 12, 16
 
@@ -151,3 +152,22 @@ def fill_nan(model: nn.Module) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             local.fill_(float("nan"))
+
+
+def constant(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            to_local(tensor).fill_(value)
+
+
+def save(model: nn.Module, path: Path | str, **options: Any) -> None:
+    save_hub(model, path, toy_rules(6), {"model_type": "toy"}, max_shard_size=600, **options)
+
+
+def value_of(path: Path) -> float:
+    """The one value of all weights of a folder that loads; anything mixed fails."""
+    model = Toy(Mesh.single())
+    load_into(model, HubFolder(path), toy_rules(6))
+    values = {float(v) for p in model.parameters() for v in to_local(p).flatten()}
+    assert len(values) == 1
+    return values.pop()

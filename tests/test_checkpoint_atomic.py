@@ -13,34 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from checkpoint_toy import Toy, make_mesh, toy_rules
-from torch import nn
+from checkpoint_toy import Toy, constant, make_mesh, save, value_of
 
-from moe_tp.checkpoint import HubFolder, atomic, load_into, save_hub, writer
+from moe_tp.checkpoint import atomic, writer
 from moe_tp.errors import CheckpointError
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import to_local
 from moe_tp.testing import run_crash, run_ranks
-
-
-def constant(model: nn.Module, value: float) -> None:
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            to_local(tensor).fill_(value)
-
-
-def save(model: nn.Module, path: Path | str, **options: Any) -> None:
-    save_hub(model, path, toy_rules(6), {"model_type": "toy"}, max_shard_size=600, **options)
-
-
-def value_of(path: Path) -> float:
-    """The one value of all weights of a folder that loads; anything mixed fails."""
-    model = Toy(Mesh.single())
-    load_into(model, HubFolder(path), toy_rules(6))
-    values = {float(v) for p in model.parameters() for v in to_local(p).flatten()}
-    assert len(values) == 1
-    return values.pop()
 
 
 def count_events(limit: int) -> Callable[[], int]:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from checkpoint_toy import Toy, hub_tensors, make_mesh, toy_rules, write_folder
+from checkpoint_toy import (
+    Toy,
+    hub_tensors,
+    make_mesh,
+    save,
+    toy_rules,
+    write_folder,
+)
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from moe_tp.checkpoint import HubFolder, Quantise, export_folder, load_into, save_hub
 from moe_tp.checkpoint.files import parse_size
@@ -21,25 +26,6 @@ from moe_tp.errors import ConfigError
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import to_local
 from moe_tp.testing import run_ranks
-
-
-def constant(model: nn.Module, value: float) -> None:
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            to_local(tensor).fill_(value)
-
-
-def save(model: nn.Module, path: Path | str, **options: Any) -> None:
-    save_hub(model, path, toy_rules(6), {"model_type": "toy"}, max_shard_size=600, **options)
-
-
-def value_of(path: Path) -> float:
-    """The one value of all weights of a folder that loads; anything mixed fails."""
-    model = Toy(Mesh.single())
-    load_into(model, HubFolder(path), toy_rules(6))
-    values = {float(v) for p in model.parameters() for v in to_local(p).flatten()}
-    assert len(values) == 1
-    return values.pop()
 
 
 def test_saving_over_the_source_keeps_what_it_carries(tmp_path: Path) -> None:

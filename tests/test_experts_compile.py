@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_hubs import SMALLEST
 from torch import nn
 
 from moe_tp import Mesh, MoE
@@ -13,18 +14,7 @@ from moe_tp.models import ModelConfig, build
 from moe_tp.parallel.parameter import to_local
 from moe_tp.routing import RouterConfig
 
-HUB: dict[str, Any] = {
-    "model_type": "mixtral",
-    "vocab_size": 29,
-    "hidden_size": 16,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 3,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 32,
-}
+HUB = SMALLEST
 
 
 class Host(nn.Module):

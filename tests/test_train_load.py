@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_hubs import MIXTRAL
 
 from moe_tp.errors import ConfigError
 from moe_tp.models import ModelConfig, build, save_pretrained
@@ -21,19 +22,7 @@ from moe_tp.train.loop import finetune
 from moe_tp.train.settings import from_mapping
 from moe_tp.train.trackers import open_trackers
 
-HUB: dict[str, Any] = {
-    "model_type": "mixtral",
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 6,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-}
+HUB = MIXTRAL
 
 
 @pytest.fixture(scope="module")

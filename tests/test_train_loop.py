@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from tiny_hubs import MIXTRAL
 
 from moe_tp.cli.main import main
 from moe_tp.errors import ConfigError, MoeTpError
@@ -31,17 +32,9 @@ from moe_tp.train.settings import from_mapping
 from moe_tp.train.step import count_targets
 
 HUB: dict[str, Any] = {
-    "model_type": "mixtral",
-    "vocab_size": 61,
+    **MIXTRAL,
     "hidden_size": 32,
     "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 6,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
     "router_aux_loss_coef": 0.01,
 }
 

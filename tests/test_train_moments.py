@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_hubs import MIXTRAL
 from torch.distributed.tensor import DTensor
 
 from moe_tp.errors import ConfigError
@@ -28,19 +29,7 @@ from moe_tp.train.muon import orthogonal
 from moe_tp.train.optim import make_optimizer
 from moe_tp.train.settings import from_mapping
 
-HUB: dict[str, Any] = {
-    "model_type": "mixtral",
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 12,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 6,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-}
+HUB: dict[str, Any] = {**MIXTRAL, "num_hidden_layers": 1}
 
 
 def make(layout: dict[str, int], dtype: torch.dtype, **hub: Any) -> Decoder:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_hubs import SMALLEST
 
 from moe_tp.models import ModelConfig, build
 from moe_tp.parallel.mesh import Mesh
@@ -14,18 +15,7 @@ from moe_tp.testing import run_ranks
 from moe_tp.train.config import TrainConfig
 from moe_tp.train.optim import make_optimizer, rate_factor, set_rate
 
-HUB: dict[str, Any] = {
-    "model_type": "mixtral",
-    "vocab_size": 29,
-    "hidden_size": 16,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 3,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 32,
-}
+HUB = SMALLEST
 
 
 def factors(steps: int, **settings: Any) -> list[float]:

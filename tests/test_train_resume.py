@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from tiny_hubs import DEEPSEEK
 
 from moe_tp.checkpoint.state import save_state
 from moe_tp.checkpoint.states import (
@@ -38,32 +39,7 @@ from moe_tp.train.config import FinetuneConfig
 from moe_tp.train.loop import Run, finetune
 from moe_tp.train.settings import from_mapping
 
-HUB: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 12,
-    "moe_intermediate_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 4,
-    "routed_scaling_factor": 1.0,
-    "norm_topk_prob": True,
-    "scoring_func": "sigmoid",
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-}
+HUB = DEEPSEEK
 EVERY = 2  # steps between checkpoints
 
 

@@ -6,13 +6,19 @@ import torch
 
 from moe_tp.errors import ConfigError
 
-_SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 FLOATS = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float64": torch.float64,
 }
+
+
+def full_name(name: str) -> str:
+    """Return a dtype's name as torch has it, of `bf16` or `torch.bfloat16` too; others as given."""
+    name = name.lower().removeprefix("torch.")
+    return SHORT.get(name, name)
 
 
 def weight_dtype(value: torch.dtype | str) -> torch.dtype:
@@ -24,8 +30,7 @@ def weight_dtype(value: torch.dtype | str) -> torch.dtype:
     Raises:
         ConfigError: it is none that weights are kept in; quantised formats are made by an export.
     """
-    name = str(value).lower().removeprefix("torch.")
-    found = FLOATS.get(_SHORT.get(name, name))
+    found = FLOATS.get(full_name(str(value)))
     if found is None or not isinstance(value, (str, torch.dtype)):
         raise ConfigError(
             f"dtype={value!r} is none that weights can have; choose among {', '.join(FLOATS)}"

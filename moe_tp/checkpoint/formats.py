@@ -14,7 +14,6 @@ MXFP4: OCP Microscaling Formats v1.0: E2M1 values, low nibble first, times `2 **
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -293,8 +292,3 @@ def encoded_shapes(
         (name + BLOCKS, torch.uint8, (*blocks, MX_SIZE // 2)),
         (name + SCALES, torch.uint8, blocks),
     ]
-
-
-def decoded_bytes(tensors: Mapping[str, Logical]) -> int:
-    """Return the bytes that all tensors have after decoding."""
-    return sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors.values())

@@ -172,11 +172,6 @@ class HubFolder:
         start = columns.start - groups.start * MX_SIZE
         return values[..., start : start + len(columns)].transpose(-1, -2).contiguous()
 
-    def read_file(self, file: str) -> bytes | None:
-        """Return a small file's bytes, None if the folder has none of that name."""
-        size = self.storage.sizes().get(file)
-        return None if size is None or size < 0 else self.storage.read(file, 0, size)
-
     def close(self) -> None:
         """Close open files; the folder opens them again when it is read."""
         self.storage.close()

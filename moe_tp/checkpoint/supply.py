@@ -8,6 +8,7 @@ the contributions in the same order from the same tables, so only values travel.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -52,7 +53,29 @@ class Supply(Protocol):
         ...
 
 
-class FolderSupply:
+class OwnSupply(ABC):
+    """Values that each rank comes by alone, slab by slab, so that nothing travels."""
+
+    def pack(self, windows: Sequence[Sequence[Slab]]) -> Packed:
+        """Return nothing: each rank sees to its own window."""
+        none = [0] * len(windows)
+        return Packed(torch.empty(0, dtype=torch.uint8), none, none)
+
+    def exchange(self, packed: Packed) -> torch.Tensor:
+        """Return nothing; no collective."""
+        return packed.data
+
+    def unpack(self, window: Sequence[Slab], data: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the values of each slab."""
+        for slab in window:
+            yield self.values(slab)
+
+    @abstractmethod
+    def values(self, slab: Slab) -> torch.Tensor:
+        """Return the logical values of a slab in its dtype."""
+
+
+class FolderSupply(OwnSupply):
     """Values read from a folder, under the same names or through two sets of name rules.
 
     Args:
@@ -65,22 +88,8 @@ class FolderSupply:
         self.folder = folder
         self.routes = routes or {}
 
-    def pack(self, windows: Sequence[Sequence[Slab]]) -> Packed:
-        """Return nothing: each rank reads its own window."""
-        none = [0] * len(windows)
-        return Packed(torch.empty(0, dtype=torch.uint8), none, none)
-
-    def exchange(self, packed: Packed) -> torch.Tensor:
-        """Return nothing; no collective."""
-        return packed.data
-
-    def unpack(self, window: Sequence[Slab], data: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the values of each slab, read from the folder."""
-        for slab in window:
-            yield self.values(slab)
-
     def values(self, slab: Slab) -> torch.Tensor:
-        """Return the logical values of a slab in its dtype."""
+        """Return the logical values of a slab in its dtype, read from the folder."""
         name = slab.tensor.logical
         if name not in self.routes:
             return self.folder.read(name, slab.logical).to(slab.tensor.values)

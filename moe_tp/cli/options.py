@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_tp.checkpoint.dtypes import FLOATS, full_name
 from moe_tp.cli.launcher import GRACE_S
 from moe_tp.errors import ConfigError
 from moe_tp.parallel.layout import ParallelLayout, Runtime
@@ -39,16 +40,6 @@ _DEGREES = {
     "ep": "ranks that share the experts of a layer",
     "etp": "ranks that split each expert",
     "zero": "ZeRO stage, 0 to 3",
-}
-_DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "float64": torch.float64,
-    "fp64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
 }
 
 
@@ -151,10 +142,10 @@ def check_ranks(layout: ParallelLayout) -> None:
 
 def parse_dtype(text: str) -> torch.dtype:
     """Return the dtype of a name, as bfloat16 or bf16."""
-    name = text.lower().removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ConfigError(f"dtype {text!r} is unknown; choose among {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    found = FLOATS.get(full_name(text))
+    if found is None:
+        raise ConfigError(f"dtype {text!r} is unknown; choose among {', '.join(FLOATS)}")
+    return found
 
 
 def is_first_rank() -> bool:

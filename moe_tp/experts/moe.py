@@ -144,6 +144,7 @@ class MoE(nn.Module):
         padded, self.own_dispatcher = router.pad_to_capacity, dispatcher is not None
         self.dispatcher = dispatcher or make_dispatcher(mesh, self.table, padded=padded)
         hidden = num_shared * expert_dim if shared_dim is None else shared_dim
+        self._serving: ServingDispatcher | None = None  # made by the first `serve`
         self.shared = self.shared_gate = None
         if hidden:
             self.shared = GatedMLP(
@@ -219,6 +220,13 @@ class MoE(nn.Module):
 
         return count_load(y_TD, self.router, assignment).view(x.shape), replace(aux, wire=wire)
 
+    def use_table(self, table: ExpertTable) -> None:
+        """Let experts and dispatchers follow another table; the experts' slots are the caller's."""
+        self.table = self.experts.table = table
+        padded = self.config.pad_to_capacity
+        self.dispatcher = make_dispatcher(self.mesh, table, padded=padded)
+        self._serving = None
+
     def _tokens(
         self, x: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -263,7 +271,9 @@ class MoE(nn.Module):
             assignment = assign(assignment.chosen_TK, assignment.logits_TE, config, mask_T=mask_T)
         if not even or self.mesh.size("ep") * self.mesh.size("etp") == 1:
             return self._routed_and_shared(x_TD, assignment, mask_T)[0]
-        serving = ServingDispatcher(self.mesh, self.table)
+        if self._serving is None:  # its lookup is copied from the host, so not for every token
+            self._serving = ServingDispatcher(self.mesh, self.table)
+        serving = self._serving
         received = serving.dispatch(x_TD.to(self.experts.compute_dtype), assignment)
         partial_RD = self.experts(received.rows_RD, received.pair_weight_P, received)
         y_TD = serving.combine(partial_RD, received, x_TD.dtype)

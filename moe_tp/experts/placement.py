@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from moe_tp.errors import ConfigError
-from moe_tp.experts.dispatchers import make_dispatcher
+from moe_tp.experts.layer import refuse_replicas
 from moe_tp.experts.moe import MoE
 from moe_tp.parallel.collectives import raw_all_to_all
 from moe_tp.parallel.mesh import Mesh
@@ -86,11 +86,7 @@ def place(layer: MoE, table: ExpertTable, optimizer: torch.optim.Optimizer | Non
             f"cannot replace one of {old.num_experts} in {len(old.slots)} on ep={old.ep}; keep "
             "the numbers and change the order"
         )
-    if table.replicated:
-        raise ConfigError(
-            "the table holds an expert in several slots, and replicas are not trained yet; choose "
-            "a table with each expert once (balanced_table without extra_slots)"
-        )
+    refuse_replicas(table)
     if layer.own_dispatcher:
         raise ConfigError(
             f"layer {layer.layer} was given its dispatcher, which knows the old table; let the "
@@ -107,9 +103,7 @@ def place(layer: MoE, table: ExpertTable, optimizer: torch.optim.Optimizer | Non
     for plan, parts in moves:
         for part in parts:
             _move(part, plan, layer.mesh)
-    layer.table = layer.experts.table = table
-    padded = layer.config.pad_to_capacity
-    layer.dispatcher = make_dispatcher(layer.mesh, table, padded=padded)
+    layer.use_table(table)
 
 
 def _parts(param: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 
 from moe_tp.errors import ConfigError, DataError
 from moe_tp.models.decoder import Decoder
-from moe_tp.parallel.collectives import raw_all_gather
+from moe_tp.models.tokens import share_numbers
 from moe_tp.parallel.mesh import Mesh
 
 Prompts = torch.Tensor | Sequence[Sequence[int]] | Sequence[torch.Tensor]
@@ -120,20 +120,10 @@ def agree_rows(model: Decoder, prompts: list[list[int]], problem: str | None) ->
 
     Collectives: all-gather of two integers over dp.
     """
-    group, device = model.mesh.group("dp"), model.mesh.device
-    mine = torch.tensor([[len(prompts), int(problem is not None)]], device=device)
-    numbers = raw_all_gather(mine, group).tolist()
-    if problem is not None:
-        raise DataError(problem)
-    bad = [group.ranks[i] for i, row in enumerate(numbers) if row[1]]
-    if bad:
-        raise DataError(
-            f"rank {bad[0]} was given prompts that cannot be used; its message says why"
-        )
-    counts = [row[0] for row in numbers]
+    counts = [row[0] for row in share_numbers(model.mesh, [len(prompts)], problem, "prompts")]
     return Rows(
         prompts=prompts,
-        first=sum(counts[: group.rank]),
+        first=sum(counts[: model.mesh.group("dp").rank]),
         most=max(counts),
         total=sum(counts),
     )

@@ -19,6 +19,7 @@ from moe_tp.models.blocks import Call
 from moe_tp.models.decoder import Decoder
 from moe_tp.models.rope import rotation
 from moe_tp.models.tokens import Tokens, attention_masks, owned_tokens
+from moe_tp.parallel.pipeline.schedule import run_forward
 
 
 class Stream:
@@ -115,8 +116,7 @@ class Stream:
             return F.pad(value_BS.reshape(-1), (0, rows - batch * length))
 
         ids_N = flat(ids_BS)
-        mla = config.attention.mla
-        turned = config.attention.head_dim if mla is None else mla.rope_dim
+        turned = config.attention.rope_size
         nothing = ids_N.new_zeros(0)
         tokens = Tokens(
             batch=batch,
@@ -141,8 +141,6 @@ def run_call(model: Decoder, call: Call) -> torch.Tensor | None:
 
     Collectives: those of the model.
     """
-    from moe_tp.parallel.pipeline.schedule import run_forward
-
     tokens = call.tokens
     ids_BS = tokens.ids_N[: tokens.batch * tokens.length].view(tokens.batch, tokens.length)
     if not model.stages:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import yaml
 
+from moe_tp.checkpoint.dtypes import SHORT
 from moe_tp.errors import ConfigError
 from moe_tp.train.config import FinetuneConfig
 
@@ -24,7 +25,6 @@ _KINDS = {
     str: "a text",
     torch.dtype: "a dtype such as bfloat16",
 }
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> FinetuneConfig:
@@ -183,7 +183,7 @@ def _scalar(value: Any, hint: Any, where: str, name: str) -> Any:
     if hint is bool and (isinstance(value, bool) or text in ("true", "false")):
         return value if isinstance(value, bool) else text == "true"
     if hint is torch.dtype and text is not None:
-        found = getattr(torch, _DTYPES.get(text, text), None)
+        found = getattr(torch, SHORT.get(text, text), None)
         if isinstance(found, torch.dtype) and found.is_floating_point:
             return found
     if hint is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):

@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 
-from moe_tp.errors import DataError
 from moe_tp.experts.moe import counted_step
 from moe_tp.models.decoder import Decoder
 from moe_tp.models.head import Aux
 from moe_tp.models.stages import pipeline_step
-from moe_tp.models.tokens import IGNORE, batch_problem, count_agreed, next_token_targets
-from moe_tp.parallel.collectives import raw_all_gather
+from moe_tp.models.tokens import (
+    IGNORE,
+    batch_problem,
+    count_agreed,
+    next_token_targets,
+    share_numbers,
+)
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.zero import reshard, set_last_micro_batch
 
@@ -223,21 +227,11 @@ def _agree(model: Decoder, micro_batches: Sequence[MicroBatch]) -> _Plan:
         if labels is not None:
             targets += int((next_token_targets(labels, mask, positions) != IGNORE).sum())
     group = model.mesh.group("dp")
-    mine = torch.tensor(
-        [[len(micro_batches), targets, samples, int(problem is not None), tokens]],
-        device=model.mesh.device,
-    )
-    numbers = raw_all_gather(mine, group).tolist()
-    if problem is not None:
-        raise DataError(problem)
-    bad = [group.ranks[i] for i, row in enumerate(numbers) if row[3]]
-    if bad:
-        raise DataError(
-            f"rank {bad[0]} was given a batch that cannot be used; its message says why"
-        )
+    mine = (len(micro_batches), targets, samples, tokens)
+    numbers = share_numbers(model.mesh, mine, problem, "a batch")
     return _Plan(
         target_tokens=sum(row[1] for row in numbers),
-        step_tokens=sum(row[4] for row in numbers),
+        step_tokens=sum(row[3] for row in numbers),
         num_micro_batches=max(row[0] for row in numbers),
         first_sample=sum(row[2] for row in numbers[: group.rank]),
     )
