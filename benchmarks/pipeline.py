@@ -124,6 +124,7 @@ def run(schedule: str, micro_batches: int, unit: float, steps: int) -> list[list
         finally:
             end()
         settle_gradients(model)
+        model.zero_grad()
         found.append(events)
     return found[1:]
 

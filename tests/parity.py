@@ -43,8 +43,9 @@ def main() -> int:
     part, parts = map(int, options.share.split("/"))
     todo = cases(options.which, options.ranks)[part - 1 :: parts]
     done = load_state(options.state, options.steps)
-    left = [case for case in todo if case.key not in done][: options.limit]
+    left = [case for case in todo if case.key not in done]
     print(f"{len(todo)} layouts, {len(todo) - len(left)} of them done before", flush=True)
+    left = left[: options.limit]
 
     def keep(row: dict[str, Any]) -> None:
         with options.state.open("a") as file:

@@ -144,6 +144,17 @@ def test_no_target_gives_zero() -> None:
 AUX = {"balance_coef": 0.5, "z_coef": 0.1}
 
 
+@pytest.mark.parametrize("layout", [{}, {"dp": 1, "pp": 2}, {"dp": 2, "ep": 2}], ids=str)
+def test_a_step_of_nothing_leaves_zero_gradients(layout: Layout) -> None:
+    """D2, D3, L1: no micro-batch on any rank is a step whose loss and gradients are zero."""
+    nothing: dict[int, Batches] = {0: [], 1: []}
+    world = world_of(layout) * layout.get("pp", 1)
+    for got in run_ranks(step_of, world, layout, nothing, {}, timeout=120):
+        assert got["loss"] == got["aux"] == got["norm"] == got["targets"] == 0.0
+        assert got["grads"], "gradients are missing"
+        assert not any(bool(grad.any()) for grad in got["grads"].values())
+
+
 @pytest.mark.parametrize("kind", ["micro_batch", "sequence"])
 def test_router_losses_with_accumulation(kind: str) -> None:
     """L2, C17: the mean over micro-batches of each one's loss over the union of its ranks."""

@@ -80,8 +80,8 @@ def forward_backward(
     Args:
         model: the model.
         micro_batches: this dp rank's, each the arguments of a call by name. Ranks with fewer take
-            part in the rest with empty ones. Without `sample_offset` rows are numbered dp rank by
-            dp rank.
+            part in the rest with empty ones, all in one where none has any. Without `sample_offset`
+            rows are numbered dp rank by dp rank.
         step: seeds dropout.
         backward: False computes values only, under no_grad.
         return_logits: keep the logits of each micro-batch.
@@ -232,7 +232,8 @@ def _agree(model: Decoder, micro_batches: Sequence[MicroBatch]) -> _Plan:
     return _Plan(
         target_tokens=sum(row[1] for row in numbers),
         step_tokens=sum(row[3] for row in numbers),
-        num_micro_batches=max(row[0] for row in numbers),
+        # a step of nothing still runs once, so that gradients are zero instead of missing
+        num_micro_batches=max(1, *(row[0] for row in numbers)),
         first_sample=sum(row[2] for row in numbers[: group.rank]),
     )
 
