@@ -37,7 +37,7 @@ from moe_tp.parallel.vocab import (
     VocabParallelEmbedding,
     gather_shards,
 )
-from moe_tp.parallel.zero import reshard
+from moe_tp.parallel.zero import hooked, reshard
 
 
 class Decoder(nn.Module):
@@ -322,7 +322,7 @@ class Decoder(nn.Module):
         if cp.size > 1:
             place = order(cp.size * tokens.length, cp.size).to(logits_NV.device)
             logits_BSV = gather_shards(logits_BSV, cp, 1)[:, place]
-        return logits_BSV[:, : tokens.given]
+        return hooked(logits_BSV[:, : tokens.given], self.mesh)
 
     def last_logits(self, x_TD: torch.Tensor, call: Call) -> torch.Tensor:
         """Return `[B, V / tp]`, this rank's part of the vocabulary for each row's last column.

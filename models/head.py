@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import Init, ParallelModule, ParamSpec
 from moe_tp.parallel.vocab import VocabParallelEmbedding, vocab_cross_entropy, vocab_logits
+from moe_tp.parallel.zero import hooked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +104,10 @@ class Head(ParallelModule):
             part_NV = F.linear(x_TD, weight)
             return part_NV if logit_scale == 1.0 else part_NV * logit_scale
         if targets_N is None:
-            return vocab_logits(
+            logits_NV = vocab_logits(
                 x_TD, weight, group, vocab_size=self.vocab_size, logit_scale=logit_scale
             )
+            return hooked(logits_NV, self.mesh)
         return vocab_cross_entropy(
             x_TD,
             weight,

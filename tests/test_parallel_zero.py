@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -274,3 +275,27 @@ def test_offload_on_one_rank() -> None:
     assert norm == pytest.approx(clip_grad_norm(model, 1.0), rel=1e-5)
     assert on_host
     assert wrapped >= 4
+
+
+def _scaled_logits(layout: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    mesh = Mesh(ParallelLayout(**layout)) if layout else Mesh.single()
+    model = build(config("mixtral"), mesh, seed=3)
+    ids = torch.arange(12).view(2, 6) % 7
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        logits = model(ids).logits
+        assert logits is not None
+        logits.mul_(0.5)
+        (logits.sin().sum() / mesh.size("dp")).backward()
+    settle_gradients(model)
+    return gather_named(model, "grad"), [str(w.message) for w in seen if "view" in str(w.message)]
+
+
+def test_logits_may_be_changed_in_place() -> None:
+    """G1: no part of the gradient is lost where ZeRO hangs the start of backward onto logits."""
+    expected, _ = _scaled_logits({})
+    for layout in ({"dp": 2, "zero": 3}, {"dp": 1, "tp": 2, "zero": 3}):
+        for grads, said in run_ranks(_scaled_logits, 2, layout):
+            assert not said, said
+            for name, grad in expected.items():
+                assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name

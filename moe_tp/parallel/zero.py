@@ -136,6 +136,14 @@ def set_last_micro_batch(model: nn.Module, mesh: Mesh, last: bool) -> None:
             module.set_requires_all_reduce(last, recurse=False)
 
 
+def hooked(output: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Return the output of a wrapped module as a tensor of its own, where ZeRO shards its weights.
+
+    FSDP hangs the start of backward onto outputs; on a view, an operation in place would drop it.
+    """
+    return output.clone() if mesh.layout.zero and output._is_view() else output
+
+
 def reshard(model: nn.Module) -> None:
     """Free whole parameters that a forward without backward has left behind."""
     for module in fsdp_modules(model):
