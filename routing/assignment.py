@@ -34,6 +34,8 @@ class Assignment:
         mask_T: True where a token is real; None if all are.
         normalized: each real row of scores_TE sums to 1.
         capacity: the most slots that an expert can get from this call, known on the host, or None.
+        identity_T: int64, a number for each token, the same in every layout, which is to travel
+            with its rows; None: nothing does.
     """
 
     ids_TK: Tensor
@@ -46,6 +48,7 @@ class Assignment:
     mask_T: Tensor | None = None
     normalized: bool = True
     capacity: int | None = None
+    identity_T: Tensor | None = None
 
     @property
     def num_tokens(self) -> Tensor | int:

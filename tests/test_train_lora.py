@@ -384,8 +384,8 @@ def test_a_stage_without_adapters_still_passes_gradients() -> None:
 
 def test_refusals() -> None:
     """What is not defined is refused, with the way out."""
-    with pytest.raises(ConfigError, match="not defined for experts"):
-        apply_lora(make({}), LoRAConfig(rank=2, alpha=2.0, dropout=0.1))
+    with pytest.raises(ConfigError, match="not defined for router"):
+        apply_lora(make({}), LoRAConfig(rank=2, alpha=2.0, targets="router", dropout=0.1))
     with pytest.raises(ConfigError, match="has adapters already"):
         apply_lora(adapted({}), LoRAConfig(rank=2, alpha=2.0))
     for call in (merge_lora, lambda model: save_adapter(model, "nowhere")):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from moe_tp.experts.all_to_all import identity_bytes
 from moe_tp.experts.dispatch import Received, Wire
 from moe_tp.experts.local import sort_pairs
 from moe_tp.parallel.collectives import (
@@ -43,6 +44,7 @@ class _Route:
     etp: Group
     dtype: torch.dtype
     wire: torch.dtype
+    identity_bytes: int
 
 
 def _gather(x: torch.Tensor, route: _Route, phase: Any) -> torch.Tensor:
@@ -107,7 +109,8 @@ class AllGatherDispatcher:
         Collectives: all-gathers over ep and etp of the number of tokens, their slots and weights,
         and the rows. Backward: reduce-scatters of weights and rows.
         """
-        route = self._make_route(x_TD)
+        identity_T = assignment.identity_T
+        route = self._make_route(x_TD, identity_bytes(identity_T))
         rows_ND = apply_function(_Gather, x_TD, route)
         weights_NK = apply_function(_Gather, assignment.weights_TK, route)
         slot_TK = slots_of_ids(assignment.ids_TK, *self._lookup).to(torch.int32)
@@ -119,6 +122,7 @@ class AllGatherDispatcher:
             rows_RD=rows_ND,
             **sort_pairs(torch.where(mine_NK, slot_NK, -1), self._num_slots, weights_NK),
             route=route,
+            identity_R=None if identity_T is None else _gather(identity_T, route, "forward"),
         )
 
     def wire(self, received: Received) -> Wire:
@@ -127,7 +131,7 @@ class AllGatherDispatcher:
         width, choices = received.rows_RD.shape[1], received.pair_row_P.shape[0]
         choices //= max(received.rows_RD.shape[0], 1)
         weight = received.pair_weight_P.element_size()
-        row = width * route.dtype.itemsize + choices * (weight + 4)
+        row = width * route.dtype.itemsize + choices * (weight + 4) + route.identity_bytes
         total = Wire()
         for group, rows in ((route.ep, route.ep_rows), (route.etp, route.etp_rows)):
             mine, others = rows[group.rank], group.size - 1
@@ -151,7 +155,7 @@ class AllGatherDispatcher:
         )
         return y_TD
 
-    def _make_route(self, x_TD: torch.Tensor) -> _Route:
+    def _make_route(self, x_TD: torch.Tensor, identity_bytes: int) -> _Route:
         tokens = torch.tensor([[x_TD.shape[0]]], dtype=torch.int64, device=x_TD.device)
         ep_rows = raw_all_gather(tokens, self._ep)
         etp_rows = raw_all_gather(ep_rows.sum(0, keepdim=True), self._etp)
@@ -164,4 +168,5 @@ class AllGatherDispatcher:
             etp=self._etp,
             dtype=x_TD.dtype,
             wire=self._wire if self._wire is not None else exact,
+            identity_bytes=identity_bytes,
         )

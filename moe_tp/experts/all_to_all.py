@@ -44,6 +44,7 @@ from moe_tp.parallel.collectives import (
     all_gather_rows,
     apply_function,
     raw_all_gather_rows,
+    raw_all_to_all,
     raw_reduce_scatter_rows,
 )
 from moe_tp.parallel.mesh import Mesh
@@ -62,6 +63,7 @@ class Way:
         etp_rows: rows of each of its ranks.
         dtype: of x.
         wire: dtype of rows on the wire, None for that of x.
+        identity_bytes: of what travels forward with a row to say whose it is, 0 for nothing.
         flying: in backward, the gradient of the rows where it was sent early.
     """
 
@@ -70,6 +72,7 @@ class Way:
     etp_rows: list[int]
     dtype: torch.dtype
     wire: torch.dtype | None
+    identity_bytes: int = 0
     flying: list[torch.Tensor] = field(default_factory=list)
 
     def send_back(self, d_rows_RD: torch.Tensor) -> torch.Tensor:
@@ -163,6 +166,25 @@ def start_rows(x_TD: torch.Tensor, way: Way) -> tuple[torch.Tensor, torch.Tensor
     return handle_SD, sent
 
 
+def send_identity(identity_T: torch.Tensor | None, way: Way) -> torch.Tensor | None:
+    """Return the identity of each row's token; None where nobody asks for it.
+
+    Collectives: where it is asked for, those of the rows.
+    """
+    if identity_T is None:
+        return None
+    for hop in way.hops:
+        identity_T = raw_all_to_all(
+            identity_T.index_select(0, hop.row_S), hop.send_rows, hop.recv_rows, hop.group
+        )
+    return raw_all_gather_rows(identity_T, way.etp_rows, way.etp)
+
+
+def identity_bytes(identity_T: torch.Tensor | None) -> int:
+    """Return the bytes of it that travel with a row."""
+    return 0 if identity_T is None else identity_T.element_size()
+
+
 class AllToAllDispatcher:
     """Rows to the ranks of ep, once each; every etp rank of a subgroup gets all its rows.
 
@@ -230,6 +252,7 @@ class AllToAllDispatcher:
             etp_rows=[rows for rows, _ in beside],
             dtype=x_TD.dtype,
             wire=self._wire,
+            identity_bytes=identity_bytes(assignment.identity_T),
         )
         pairs = [count for _, count in beside]
         weight_P = all_gather_rows(weight_P, pairs, self._etp)
@@ -237,6 +260,7 @@ class AllToAllDispatcher:
         bytes_P2 = raw_all_gather_rows(code_P.view(torch.uint8).view(-1, 2), pairs, self._etp)
         row_P, slot_P = decode(bytes_P2.reshape(-1).view(torch.int16))
         order_P = torch.argsort(slot_P, stable=True)
+        identity_R = send_identity(assignment.identity_T, way)
         handle, sent = start_rows(x_TD, way)
         return Pending(
             handle=handle,
@@ -245,6 +269,7 @@ class AllToAllDispatcher:
             pair_weight_P=weight_P.index_select(0, order_P),
             counts_e=count_experts(slot_P, self._num_slots),
             way=way,
+            identity_R=identity_R,
         )
 
     def send(self, x_TD: torch.Tensor, pending: Pending) -> torch.Tensor:
@@ -268,6 +293,7 @@ class AllToAllDispatcher:
             counts=pending.counts,
             route=pending.way,
             early=pending.way.send_early if self._early else None,
+            identity_R=pending.identity_R,
         )
 
     def wire(self, received: Received) -> Wire:
@@ -275,6 +301,7 @@ class AllToAllDispatcher:
         way: Way = received.route
         width = received.rows_RD.shape[1]
         row = width + 4 if way.wire == FP8 else width * way.dtype.itemsize
+        row += way.identity_bytes
         exact = torch.promote_types(way.dtype, torch.float32).itemsize
         back = width * return_dtype(way.wire, way.dtype).itemsize
         pair = received.pair_weight_P.element_size() + self._code_bytes

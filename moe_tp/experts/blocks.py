@@ -103,6 +103,10 @@ class Block:
         slot_P = torch.searchsorted(self.ends_e, pairs, right=True)
         return bias_eN.index_select(0, slot_P.clamp_(max=bias_eN.shape[0] - 1))
 
+    def value_of(self, value_e: torch.Tensor) -> torch.Tensor:
+        """Return the value of each pair's expert, `[n]`, or `[1]` where all have one."""
+        return self.each_row(value_e[:, None])[:, 0]
+
     def rows_of(self, pair_row_P: torch.Tensor) -> torch.Tensor:
         """Return the row of each of the block's pairs, row 0 for padding."""
         row_n = pair_row_P[self.start : self.stop]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd import Function
 
 from moe_tp.errors import ConfigError
@@ -133,11 +134,23 @@ class DeepEPDispatcher:
         rows_RD, weights_RK, slots_RK, handle = apply_function(
             _Dispatch, x_TD, assignment.weights_TK, slots_TK, self._total_slots, self._buffer
         )
+        identity_T = assignment.identity_T
         return Received(
             rows_RD=rows_RD,
             **sort_pairs(slots_RK, self._num_slots, weights_RK),
             route=_Route(buffer=self._buffer, handle=handle, dtype=x_TD.dtype),
+            identity_R=None if identity_T is None else self._send_identity(identity_T, handle),
         )
+
+    def _send_identity(self, identity_T: torch.Tensor, handle: Any) -> torch.Tensor:
+        """Return the identity of each row's token, sent as bf16, the dtype that DeepEP moves.
+
+        Collectives: DeepEP's dispatch over ep.
+        """
+        # it copies whole rows of multiples of 16 bytes
+        sent_T8 = F.pad(identity_T[:, None].view(torch.bfloat16), (0, 4))
+        got_R8: torch.Tensor = self._buffer.dispatch(sent_T8, handle=handle)[0]
+        return got_R8[:, :4].contiguous().view(torch.int64)[:, 0]
 
     def combine(
         self, partial_RD: torch.Tensor, received: Received, dtype: torch.dtype | None = None

@@ -35,6 +35,7 @@ class Received:
         route: what `combine` needs; opaque to everybody else.
         early: may be called in backward, once, with the gradient of `rows_RD`, which then starts
             on its way while other gradients are worked out.
+        identity_R: int64, of each row's token, where the assignment has it.
     """
 
     rows_RD: torch.Tensor
@@ -44,6 +45,7 @@ class Received:
     counts: tuple[int, ...] | None = None
     route: Any = None
     early: Callable[[torch.Tensor], None] | None = None
+    identity_R: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,7 @@ class Pending:
     Args:
         handle: carries the gradient of the rows sent; holds no memory.
         sent: what will be the rows once it has arrived, without gradient.
-        pair_row_P, pair_weight_P, counts_e, counts: as in `Received`.
+        pair_row_P, pair_weight_P, counts_e, counts, identity_R: as in `Received`.
         way: the dispatcher's own.
     """
 
@@ -64,6 +66,7 @@ class Pending:
     counts_e: torch.Tensor
     way: Any
     counts: tuple[int, ...] | None = None
+    identity_R: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ buffers that stay in cache; `grouped_mm` runs each projection of all experts as 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -28,6 +28,7 @@ from moe_tp.errors import ConfigError
 from moe_tp.experts.activation import Activation
 from moe_tp.experts.dispatch import Received
 from moe_tp.experts.kernel import ExpertKernel, Options
+from moe_tp.experts.row_dropout import RowDropout
 from moe_tp.parallel.collectives import accumulate_dtype, apply_function
 
 Backend = Literal["auto", "loop", "sliced", "grouped_mm"]
@@ -44,6 +45,7 @@ class LowRank:
         down_a: `[e, r, F]`.
         down_b: `[e, D, r]`.
         scale: alpha / r.
+        dropout: of what A sees, or None.
 
     A pair left out (None) adds nothing. The down terms see the weighted hidden activation, as the
     down projection does.
@@ -54,6 +56,7 @@ class LowRank:
     down_a: torch.Tensor | None = None
     down_b: torch.Tensor | None = None
     scale: float = 1.0
+    dropout: RowDropout | None = None
 
 
 def experts_forward(
@@ -80,9 +83,20 @@ def experts_forward(
         backend: which compute; `auto` takes what measured fastest for the device and dtype.
         recompute: save no pre-activation (2F a pair); backward computes it again.
 
+    Raises:
+        ConfigError: the adapter's terms depend on the tokens, which the dispatcher does not name.
+
     Collectives: none.
     """
     terms = adapter or LowRank()
+    if terms.dropout is not None:
+        if received.identity_R is None:
+            raise ConfigError(
+                "dropout of the experts' adapters needs to know each row's token, but this "
+                "dispatcher does not send it; fill Received.identity_R from "
+                "Assignment.identity_T, or set lora dropout=0"
+            )
+        terms = replace(terms, dropout=replace(terms.dropout, identity_R=received.identity_R))
     chosen = _choose(backend, received.rows_RD, gate_up_e2FD)
     if chosen == "loop":
         return _loop(
@@ -115,6 +129,7 @@ def experts_forward(
             recompute=recompute,
             scale=terms.scale,
             early=received.early,
+            dropout=terms.dropout,
         ),
     )
     return out
@@ -154,7 +169,7 @@ def _loop(
     terms: LowRank,
 ) -> torch.Tensor:
     """Return what `experts_forward` does, one expert after the other under plain autograd."""
-    rows_RD = received.rows_RD
+    rows_RD, drop = received.rows_RD, terms.dropout
     counts = received.counts or tuple(received.counts_e.tolist())
     out_RD = torch.zeros_like(rows_RD, dtype=accumulate_dtype(rows_RD.dtype))
     start = 0
@@ -169,8 +184,9 @@ def _loop(
         gate_NF, up_NF = F.linear(x_ND, gate_up[0]), F.linear(x_ND, gate_up[1])
         if terms.gate_up_a is not None and terms.gate_up_b is not None:
             a, b = terms.gate_up_a[place], terms.gate_up_b[place]
-            gate_NF = gate_NF + terms.scale * F.linear(F.linear(x_ND, a[0]), b[0])
-            up_NF = up_NF + terms.scale * F.linear(F.linear(x_ND, a[-1]), b[1])
+            low_x_ND = x_ND if drop is None else drop.input(x_ND, row_N, drop.expert_e[place, None])
+            gate_NF = gate_NF + terms.scale * F.linear(F.linear(low_x_ND, a[0]), b[0])
+            up_NF = up_NF + terms.scale * F.linear(F.linear(low_x_ND, a[-1]), b[1])
         if gate_up_bias_e2F is not None:
             gate_NF, up_NF = (
                 gate_NF + gate_up_bias_e2F[place, 0],
@@ -179,7 +195,12 @@ def _loop(
         hidden_NF = (weight_N1 * activation.apply(gate_NF, up_NF)).to(x_ND.dtype)
         y_ND = F.linear(hidden_NF, down)
         if terms.down_a is not None and terms.down_b is not None:
-            low = F.linear(hidden_NF, terms.down_a[place])
+            low = (
+                hidden_NF
+                if drop is None
+                else drop.hidden(hidden_NF, row_N, drop.expert_e[place, None])
+            )
+            low = F.linear(low, terms.down_a[place])
             y_ND = y_ND + terms.scale * F.linear(low, terms.down_b[place])
         y_ND = y_ND.to(out_RD.dtype)
         if down_bias_eD is not None:

@@ -25,6 +25,7 @@ from moe_tp.experts.activation import Activation
 from moe_tp.experts.blocks import Block, Scratch, make_blocks
 from moe_tp.experts.elementwise import activate, activate_backward
 from moe_tp.experts.events import note
+from moe_tp.experts.row_dropout import RowDropout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class Options:
     recompute: bool
     scale: float
     early: Callable[[torch.Tensor], None] | None = None
+    dropout: RowDropout | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,10 +54,21 @@ class _Weights:
     down_a: torch.Tensor | None
     down_b: torch.Tensor | None
     scale: float
+    dropout: RowDropout | None
 
     @property
     def hidden(self) -> int:
         return self.down_eDF.shape[2]
+
+    def low_x(self, block: Block, x_nD: torch.Tensor, row_n: torch.Tensor) -> torch.Tensor:
+        """Return what the terms of gate and up see of rows, or the rows' gradient of that."""
+        drop = self.dropout
+        return x_nD if drop is None else drop.input(x_nD, row_n, block.value_of(drop.expert_e))
+
+    def low_hidden(self, block: Block, h_nF: torch.Tensor, row_n: torch.Tensor) -> torch.Tensor:
+        """Return what the terms of down see of its input, or the input's gradient of that."""
+        drop = self.dropout
+        return h_nF if drop is None else drop.hidden(h_nF, row_n, block.value_of(drop.expert_e))
 
     def halves(self) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Return, for gate and for up, its columns and its adapter's A `[e, r, D]` and B."""
@@ -67,12 +80,17 @@ class _Weights:
 
 
 def _pre_activation(
-    block: Block, x_nD: torch.Tensor, weights: _Weights, out_nN: torch.Tensor
+    block: Block,
+    x_nD: torch.Tensor,
+    row_n: torch.Tensor,
+    weights: _Weights,
+    out_nN: torch.Tensor,
 ) -> torch.Tensor:
     """Return gate and up projections `[n, 2F]`, in `out_nN` where the block works in place."""
     out_nN = block.nt(x_nD, weights.gate_up_eND, out_nN)
+    low_x_nD = weights.low_x(block, x_nD, row_n)
     for columns, a_erD, b_eFr in weights.halves():
-        low_nr = block.nt(x_nD, a_erD)
+        low_nr = block.nt(low_x_nD, a_erD)
         out_nN[:, columns].add_(block.nt(low_nr, b_eFr), alpha=weights.scale)
     if weights.gate_up_bias_eN is not None:
         out_nN.add_(block.each_row(weights.gate_up_bias_eN))
@@ -97,13 +115,13 @@ def _forward_block(
     """Return the block's pre-activations `[n, 2F]` and weighted outputs `[n, D]`, in fp32."""
     dtype, count = rows_RD.dtype, row_n.shape[0]
     x_nD = _gather(rows_RD, row_n, scratch, "x")
-    gate_up_nN = _pre_activation(block, x_nD, weights, gate_up_nN)
+    gate_up_nN = _pre_activation(block, x_nD, row_n, weights, gate_up_nN)
     hidden_nF = scratch.get("down_in", count, weights.hidden, dtype)
     activate(gate_up_nN, hidden_nF, act)
     # x is not needed any more
     y_nD = block.nt(hidden_nF, weights.down_eDF, x_nD)
     if weights.down_a is not None and weights.down_b is not None:
-        low_nr = block.nt(hidden_nF, weights.down_a)
+        low_nr = block.nt(weights.low_hidden(block, hidden_nF, row_n), weights.down_a)
         y_nD.add_(block.nt(low_nr, weights.down_b), alpha=weights.scale)
     y_nD = _widen(y_nD, scratch)
     if weights.down_bias_eD is not None:
@@ -139,6 +157,7 @@ class _Gradients:
 
 def _backward_inputs(
     block: Block,
+    row_n: torch.Tensor,
     dy_nD: torch.Tensor,
     weight_n: torch.Tensor,
     gate_up_nN: torch.Tensor,
@@ -154,6 +173,7 @@ def _backward_inputs(
 
     Args:
         block: the pairs.
+        row_n: their rows.
         dy_nD: gradient of the expert outputs.
         weight_n: routing weights.
         gate_up_nN: pre-activations.
@@ -170,7 +190,8 @@ def _backward_inputs(
     d_hidden_nF = block.nn(dy_nD, weights.down_eDF, out)
     if weights.down_a is not None and weights.down_b is not None:
         low_grad_nr = block.nn(dy_nD, weights.down_b).mul_(weights.scale)
-        d_hidden_nF.add_(block.nn(low_grad_nr, weights.down_a))
+        d_low_nF = block.nn(low_grad_nr, weights.down_a)
+        d_hidden_nF.add_(weights.low_hidden(block, d_low_nF, row_n))
     activate_backward(
         d_hidden_nF, gate_up_nN, weight_n, hidden_nF, d_gate_up_nN, d_weight_n, options.activation
     )
@@ -184,12 +205,13 @@ def _backward_inputs(
     )
     for columns, a_erD, b_eFr in weights.halves():
         low_grad_nr = block.nn(d_gate_up_nN[:, columns], b_eFr).mul_(weights.scale)
-        dx_nD.add_(block.nn(low_grad_nr, a_erD))
+        dx_nD.add_(weights.low_x(block, block.nn(low_grad_nr, a_erD), row_n))
     return dx_nD
 
 
 def _backward_weights(
     block: Block,
+    row_n: torch.Tensor,
     x_nD: torch.Tensor,
     dy_nD: torch.Tensor,
     weight_n: torch.Tensor,
@@ -202,11 +224,12 @@ def _backward_weights(
     if "down_eDF" in grads.of:
         block.tn(dy_nD, hidden_nF, grads.of["down_eDF"])
     if weights.down_a is not None and weights.down_b is not None:
+        low_hidden_nF = weights.low_hidden(block, hidden_nF, row_n)
         if "down_a" in grads.of:
             low_grad_nr = block.nn(dy_nD, weights.down_b).mul_(weights.scale)
-            block.tn(low_grad_nr, hidden_nF, grads.of["down_a"])
+            block.tn(low_grad_nr, low_hidden_nF, grads.of["down_a"])
         if "down_b" in grads.of:
-            low_nr = block.nt(hidden_nF, weights.down_a).mul_(weights.scale)
+            low_nr = block.nt(low_hidden_nF, weights.down_a).mul_(weights.scale)
             block.tn(dy_nD, low_nr, grads.of["down_b"])
     if "down_bias_eD" in grads.of:
         block.column_sums(dy_nD, weight_n, grads.of["down_bias_eD"])
@@ -215,16 +238,17 @@ def _backward_weights(
     if "gate_up_bias_eN" in grads.of:
         ones = torch.ones_like(d_gate_up_nN[:, 0])
         block.column_sums(d_gate_up_nN, ones, grads.of["gate_up_bias_eN"])
+    low_x_nD = weights.low_x(block, x_nD, row_n)
     for half, (columns, a_erD, b_eFr) in enumerate(weights.halves()):
         d_half_nF = d_gate_up_nN[:, columns]
         if "gate_up_a" in grads.of:
             d_a = grads.of["gate_up_a"][:, min(half, grads.of["gate_up_a"].shape[1] - 1)]
             low_grad_nr = block.nn(d_half_nF, b_eFr).mul_(weights.scale)
             part = torch.zeros_like(d_a)
-            block.tn(low_grad_nr, x_nD, part)
+            block.tn(low_grad_nr, low_x_nD, part)
             d_a.add_(part)
         if "gate_up_b" in grads.of:
-            low_nr = block.nt(x_nD, a_erD).mul_(weights.scale)
+            low_nr = block.nt(low_x_nD, a_erD).mul_(weights.scale)
             block.tn(d_half_nF, low_nr, grads.of["gate_up_b"][:, half])
 
 
@@ -281,7 +305,7 @@ class ExpertKernel(Function):
     ) -> torch.Tensor:
         adapters = (gate_up_a, gate_up_b, down_a, down_b)
         biases = (gate_up_bias_e2F, down_bias_eD)
-        weights = _weights(gate_up_e2FD, down_eDF, biases, adapters, options.scale)
+        weights = _weights(gate_up_e2FD, down_eDF, biases, adapters, options)
         num_pairs, dtype = pair_row_P.shape[0], rows_RD.dtype
         blocks = make_blocks(
             counts_e, options.counts, num_pairs, grouped=options.grouped, hidden=weights.hidden
@@ -323,7 +347,7 @@ class ExpertKernel(Function):
         rows_RD, weight_P, gate_up, down, *rest = ctx.saved_tensors
         biases, adapters, (pair_row_P, saved_PN) = rest[:2], rest[2:6], rest[6:]
         options: Options = ctx.options
-        weights = _weights(gate_up, down, biases, adapters, options.scale)
+        weights = _weights(gate_up, down, biases, adapters, options)
         wanted = dict(zip(_PARAMETERS, ctx.needs_input_grad[2:10], strict=True))
         grads = _Gradients(weights, wanted)
         scratch = Scratch(ctx.blocks, rows_RD.device)
@@ -347,18 +371,19 @@ class ExpertKernel(Function):
             row_n, x_nD, dy_nD = gather(block)
             if saved_PN is None:
                 out = scratch.get("gate_up", row_n.shape[0], 2 * weights.hidden, dtype)
-                gate_up_nN = _pre_activation(block, x_nD, weights, out)
+                gate_up_nN = _pre_activation(block, x_nD, row_n, weights, out)
             else:
                 gate_up_nN = saved_PN[pairs]
             hidden_nF, d_gate_up_nN = kept.of(block)
             dx_nD = _backward_inputs(
-                block, dy_nD, weight_P[pairs], gate_up_nN, weights, d_weight_P[pairs], hidden_nF,
-                d_gate_up_nN, scratch, options, want_rows,
+                block, row_n, dy_nD, weight_P[pairs], gate_up_nN, weights, d_weight_P[pairs],
+                hidden_nF, d_gate_up_nN, scratch, options, want_rows,
             )  # fmt: skip
             if not late:
                 _backward_weights(
-                    block, x_nD, dy_nD, weight_P[pairs], hidden_nF, d_gate_up_nN, weights, grads
-                )
+                    block, row_n, x_nD, dy_nD, weight_P[pairs], hidden_nF, d_gate_up_nN, weights,
+                    grads,
+                )  # fmt: skip
             if d_rows_RD is not None and dx_nD is not None:
                 d_rows_RD = block.add_to_rows(d_rows_RD, row_n, _widen(dx_nD, scratch))
             if block.valid_P1 is not None:
@@ -371,8 +396,10 @@ class ExpertKernel(Function):
             note("expert weight gradients")
         for block in ctx.blocks if late else ():
             pairs = slice(block.start, block.stop)
-            _, x_nD, dy_nD = gather(block)
-            _backward_weights(block, x_nD, dy_nD, weight_P[pairs], *kept.of(block), weights, grads)
+            row_n, x_nD, dy_nD = gather(block)
+            _backward_weights(
+                block, row_n, x_nD, dy_nD, weight_P[pairs], *kept.of(block), weights, grads
+            )
         return (
             d_rows_RD,
             d_weight_P.to(weight_P.dtype) if ctx.needs_input_grad[1] else None,
@@ -403,7 +430,7 @@ def _weights(
     down_eDF: torch.Tensor,
     biases: Any,
     adapters: Any,
-    scale: float,
+    options: Options,
 ) -> _Weights:
     gate_up_bias, down_bias = biases
     return _Weights(
@@ -415,5 +442,6 @@ def _weights(
         gate_up_b=adapters[1],
         down_a=adapters[2],
         down_b=adapters[3],
-        scale=scale,
+        scale=options.scale,
+        dropout=options.dropout,
     )

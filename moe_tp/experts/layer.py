@@ -22,6 +22,11 @@ from moe_tp.routing.table import ExpertTable
 class Adapter(Protocol):
     """What LoRA puts on the experts: `GroupedExperts.adapter` holds one."""
 
+    @property
+    def keyed(self) -> bool:
+        """Whether its terms depend on the tokens, whose identity must travel with the rows."""
+        ...
+
     def terms(self) -> LowRank:
         """Return this rank's low-rank terms, on the autograd path, in the compute dtype."""
         ...

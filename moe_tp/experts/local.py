@@ -52,6 +52,7 @@ class LocalDispatcher:
             rows_RD=x_TD,
             **sort_pairs(slot_TK, self._num_slots, assignment.weights_TK),
             route=x_TD.dtype,
+            identity_R=assignment.identity_T,
         )
 
     def wire(self, received: Received) -> Wire:

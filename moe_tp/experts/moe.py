@@ -194,7 +194,8 @@ class MoE(nn.Module):
             step_tokens: real tokens of the whole optimiser step, for losses that add up over its
                 micro-batches; None: the losses are means over this call's tokens.
             replay: `[T, K]` recorded choices to use again.
-            identity: a number for each token, the same in every layout, for `record_routing`.
+            identity: int64, a number for each token, the same in every layout, for
+                `record_routing` and for dropout of the experts' adapters.
 
         Raises:
             ConfigError: x is not `[..., D]`, or the mask has another shape.
@@ -210,6 +211,8 @@ class MoE(nn.Module):
         assignment = self.router(x_TD, mask_T=mask_T, token_ids_T=ids_T, key=key, replay_TK=replay)
         if self.tape is not None:
             self.tape.after(self.layer, identity, assignment)
+        if self.experts.adapter is not None and self.experts.adapter.keyed:
+            assignment = replace(assignment, identity_T=identity)
         # Before the experts: nothing after `combine` is saved, so recompute stops before it.
         aux = router_losses(
             assignment, self.config, self.mesh,

@@ -16,7 +16,13 @@ from __future__ import annotations
 import torch
 
 from moe_tp.errors import ConfigError
-from moe_tp.experts.all_to_all import AllToAllDispatcher, Way, start_rows
+from moe_tp.experts.all_to_all import (
+    AllToAllDispatcher,
+    Way,
+    identity_bytes,
+    send_identity,
+    start_rows,
+)
 from moe_tp.experts.dispatch import Pending
 from moe_tp.experts.hop import Hop
 from moe_tp.experts.rows import plan_sums
@@ -69,7 +75,8 @@ class PaddedDispatcher(AllToAllDispatcher):
         choice_GSC, row_GSC, row_S = self._place(assignment, places, rows)
         weight_GSC = assignment.weights_TK.flatten()[choice_GSC.clamp_min(0)]
         weight_GSC = torch.where(choice_GSC >= 0, weight_GSC, 0.0)
-        even, way = [1] * ep.size, self._way(x_TD, rows, slots * places, row_S)
+        even = [1] * ep.size
+        way = self._way(x_TD, rows, slots * places, row_S, assignment.identity_T)
         self._compare(row_GSC.new_full((1,), tokens, dtype=torch.int32))
         told = raw_all_to_all(row_GSC.flatten(1).to(torch.int32), even, even, ep)
         told = raw_all_gather_rows(told, [ep.size] * self._etp.size, self._etp)
@@ -80,6 +87,7 @@ class PaddedDispatcher(AllToAllDispatcher):
         base = torch.arange(sources, device=told.device)[:, None, None] * rows
         row = told.view(sources, slots, places).to(torch.int64)
         row = torch.where(row >= 0, row + base, 0).transpose(0, 1)
+        identity_R = send_identity(assignment.identity_T, way)
         handle, sent = start_rows(x_TD, way)
         return Pending(
             handle=handle,
@@ -89,6 +97,7 @@ class PaddedDispatcher(AllToAllDispatcher):
             counts_e=row.new_full((slots,), sources * places),
             counts=(sources * places,) * slots,
             way=way,
+            identity_R=identity_R,
         )
 
     def _compare(self, tokens_1: torch.Tensor) -> None:
@@ -145,7 +154,14 @@ class PaddedDispatcher(AllToAllDispatcher):
         row_GSC = torch.where(choice_GSC >= 0, row_GSC, -1)
         return choice_GSC, row_GSC, token[:, :rows].reshape(-1)
 
-    def _way(self, x_TD: torch.Tensor, rows: int, pairs: int, token_S: torch.Tensor) -> Way:
+    def _way(
+        self,
+        x_TD: torch.Tensor,
+        rows: int,
+        pairs: int,
+        token_S: torch.Tensor,
+        identity_T: torch.Tensor | None,
+    ) -> Way:
         """Return the way of fixed sizes."""
         ranks, tokens = self._ep.size, x_TD.shape[0]
         hop = Hop(
@@ -166,4 +182,5 @@ class PaddedDispatcher(AllToAllDispatcher):
             etp_rows=[rows * ranks] * self._etp.size,
             dtype=x_TD.dtype,
             wire=self._wire,
+            identity_bytes=identity_bytes(identity_T),
         )

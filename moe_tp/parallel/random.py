@@ -158,7 +158,21 @@ def dropout(
     token_T = hash_bits(base, key.token_ids_T.to(x_TD.device))
     if features is None:
         features = torch.arange(x_TD.shape[-1], device=x_TD.device)
-    draw = _shift(hash_bits(token_T[:, None], features[None, :]), 32)
+    return drop_features(x_TD, p, token_T, features)
+
+
+def drop_features(
+    x_TD: torch.Tensor, p: float, key_T: torch.Tensor, features: torch.Tensor
+) -> torch.Tensor:
+    """Return `x_TD` with elements dropped by a key for each row and the index of the column.
+
+    Args:
+        x_TD: activations.
+        p: probability in [0, 1).
+        key_T: well-mixed int64, from `hash_bits`.
+        features: global index of each column.
+    """
+    draw = _shift(hash_bits(key_T[:, None], features[None, :]), 32)
     keep = draw >= int(p * (1 << 32))
     # where(), not a product: the factor stays exact in bf16, and one byte an element is saved.
     return torch.where(keep, x_TD * (1.0 / (1.0 - p)), x_TD.new_zeros(()))

@@ -46,8 +46,8 @@ class LoRAConfig:
         rank: r.
         alpha: the term is scaled by alpha / r, or alpha / sqrt r with `rslora`.
         targets: see `moe_tp.train.lora_targets.choose_parameters`.
-        dropout: probability of dropping an element of an adapter's input; not for experts and
-            routers, where PEFT does not define it either.
+        dropout: probability of dropping an element of an adapter's input, by the token's place in
+            the global batch and, of experts, the expert; not for routers.
         seed: of A's first values.
         rslora: scale by alpha / sqrt r (arXiv:2312.03732).
         dora: train the length of each output apart from its direction (arXiv:2402.09353); for
@@ -199,7 +199,7 @@ def _check(config: LoRAConfig, chosen: list[str], decoder: Decoder) -> None:
     """Check that what is asked for is defined for the parameters that are adapted."""
     groups = {group_of(fqn) for fqn in chosen}
     for name, value, off, never in (
-        ("dropout", config.dropout, "dropout=0", {"experts", "router"}),
+        ("dropout", config.dropout, "dropout=0", {"router"}),
         ("dora", config.dora, "dora=false", groups - {"attention"}),
     ):
         undefined = sorted(str(g) for g in groups & never)
@@ -222,13 +222,13 @@ def _adapt(
     decoder: Decoder, block: Block, fqns: set[str], config: LoRAConfig, state: _State
 ) -> None:
     """Put the adapters of one layer beside its weights."""
-    linear = []
+    keyed: list[LinearLowRank | ExpertLowRank] = []
     for fqn in sorted(fqns):
         if group_of(fqn) == "experts":
             continue
         module = decoder.get_submodule(fqn.rsplit(".", 1)[0])
         assert isinstance(module, ParallelModule)
-        adapter = LinearLowRank(
+        low_rank = LinearLowRank(
             module,
             config.rank,
             config.scale,
@@ -237,24 +237,30 @@ def _adapt(
             site=fqn,
             dora=config.dora,
         )
-        adapter.train(module.training)
-        module.low_rank = adapter
-        linear.append(adapter)
+        low_rank.train(module.training)
+        module.low_rank = low_rank
+        keyed.append(low_rank)
     prefix = f"layers.{block.layer}.moe.experts."
     gate_up, down = prefix + "gate_up" in fqns, prefix + "down" in fqns
     if gate_up or down:
         experts = block.moe.experts
-        experts.adapter = ExpertLowRank(
-            experts, config.rank, config.scale, gate_up=gate_up, down=down
-        )
-    if linear and config.dropout:
-        hook = functools.partial(_pass_call, linear)
+        adapter = ExpertLowRank(
+            experts, config.rank, config.scale,
+            gate_up=gate_up, down=down, drop=config.dropout, layer=block.layer,
+        )  # fmt: skip
+        adapter.train(experts.training)
+        experts.adapter = adapter
+        keyed.append(adapter)
+    if keyed and config.dropout:
+        hook = functools.partial(_pass_call, keyed)
         state.hooks.append(block.register_forward_pre_hook(hook))
 
 
-def _pass_call(linear: list[LinearLowRank], block: nn.Module, args: tuple[Any, ...]) -> None:
+def _pass_call(
+    keyed: list[LinearLowRank | ExpertLowRank], block: nn.Module, args: tuple[Any, ...]
+) -> None:
     """Tell the adapters of a block which tokens it is about to see."""
-    for adapter in linear:
+    for adapter in keyed:
         adapter.call = args[1]
 
 

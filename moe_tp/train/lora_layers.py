@@ -30,12 +30,21 @@ import torch.nn.functional as F
 
 from moe_tp.experts.grouped import LowRank
 from moe_tp.experts.layer import GroupedExperts
+from moe_tp.experts.row_dropout import RowDropout
 from moe_tp.models.blocks import Call
 from moe_tp.models.heads import HeadLinear
 from moe_tp.parallel.collectives import all_gather, raw_all_gather
 from moe_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear, linear_scatter
-from moe_tp.parallel.parameter import ONES, ZEROS, Init, ParallelModule, ParamSpec, to_local
-from moe_tp.parallel.random import dropout
+from moe_tp.parallel.parameter import (
+    ONES,
+    ZEROS,
+    Init,
+    ParallelModule,
+    ParamSpec,
+    local_index,
+    to_local,
+)
+from moe_tp.parallel.random import dropout, key_of
 from moe_tp.train.lora_dora import row_lengths
 
 Flow = Literal["gather", "scatter", "owned"]
@@ -167,17 +176,29 @@ class ExpertLowRank(ParallelModule):
         rank: r.
         scale: s, alpha / r or alpha / sqrt r.
         gate_up, down: which projections are adapted.
+        drop: probability of dropping an element of an input, by token and expert.
+        layer: number of the layer, for the dropout's key.
     """
 
     def __init__(
-        self, base: GroupedExperts, rank: int, scale: float, *, gate_up: bool, down: bool
+        self,
+        base: GroupedExperts,
+        rank: int,
+        scale: float,
+        *,
+        gate_up: bool,
+        down: bool,
+        drop: float = 0.0,
+        layer: int = 0,
     ) -> None:
         super().__init__(base.mesh)
-        self.scale = scale
+        self.scale, self.drop, self.layer = scale, drop, layer
+        self.call: Call | None = None
         weight = base.specs["gate_up"]
         self._base_dtype = to_local(base.get_parameter("gate_up")).dtype
         self._slots = weight.slots
         experts, _, hidden, width = weight.shape
+        self._first = self.mesh.coordinate("etp") * (hidden // self.mesh.size("etp"))
         split, whole = {"ep": 0, "etp": 2}, {"ep": 0}
         if gate_up:
             self._add("gate_up_a", (experts, 1, rank, width), whole, _init_a(width))
@@ -206,7 +227,26 @@ class ExpertLowRank(ParallelModule):
         factors = {name: self.local(name).to(dtype) for name in self.specs}
         if runtime.experts == "grouped_mm" or self.mesh.device.type == "cuda":
             factors = {name: _aligned(name, value) for name, value in factors.items()}
-        return LowRank(scale=self.scale, **factors)
+        return LowRank(scale=self.scale, dropout=self._dropout(), **factors)
+
+    @property
+    def keyed(self) -> bool:
+        """Whether elements are dropped now, by the tokens that the rows belong to."""
+        return self.training and self.drop > 0.0
+
+    def _dropout(self) -> RowDropout | None:
+        if not self.keyed:
+            return None
+        assert self.call is not None, "the block's hook has not run"
+        name = next(iter(self.specs))
+        (expert_e, *_) = local_index(self.get_parameter(name), self.specs[name])
+        keys = {
+            site: key_of(self.call.seed, self.call.step, self.layer, f"lora/experts.{site}")
+            for site in ("gate_up", "down")
+        }
+        return RowDropout(
+            p=self.drop, expert_e=expert_e.to(self.mesh.device), first=self._first, **keys
+        )
 
 
 def _aligned(name: str, factor: torch.Tensor) -> torch.Tensor:
