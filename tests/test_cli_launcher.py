@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from moe_tp.cli.environment import find_place, first_host
 from moe_tp.cli.failures import Failure, first_cause
 from moe_tp.cli.launcher import launch
+from moe_tp.cli.ranks import _meet
 from moe_tp.errors import ConfigError
 
 PROBE = str(Path(__file__).parent / "rank_probe.py")
@@ -183,3 +186,20 @@ def _wait(condition: object, seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_a_restart_finds_nothing_of_the_ranks_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K4: torchrun keeps its store; addresses and failures of the last attempt lie there."""
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.port), "RANK": "0"}
+    variables |= {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    seen = []
+    for attempt in "001":
+        for name, value in (variables | {"TORCHELASTIC_RESTART_COUNT": attempt}).items():
+            monkeypatch.setenv(name, value)
+        place = find_place(None)
+        assert place is not None
+        store = _meet(place, timedelta(seconds=10))
+        seen.append(store.check(["address"]))
+        store.set("address", "of a rank")
+    assert seen == [False, True, False]

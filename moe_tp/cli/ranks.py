@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from moe_tp.cli.environment import Place
@@ -109,6 +110,10 @@ def _meet(place: Place, limit: timedelta) -> Store:
     else:
         found = next(rendezvous("env://", timeout=limit))
     store: Store = found[0]
+    # torchrun starts ranks again on the same store, where the addresses of the dead still lie
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if attempt is not None and place.run_folder is None:
+        store = PrefixStore(f"moe_tp/attempt_{attempt}", store)
     store.set_timeout(limit)
     return store
 

@@ -240,12 +240,16 @@ class ExpertLowRank(ParallelModule):
         assert self.call is not None, "the block's hook has not run"
         name = next(iter(self.specs))
         (expert_e, *_) = local_index(self.get_parameter(name), self.specs[name])
-        keys = {
-            site: key_of(self.call.seed, self.call.step, self.layer, f"lora/experts.{site}")
+        gate_up, down = (
+            key_of(self.call.seed, self.call.step, self.layer, f"lora/experts.{site}")
             for site in ("gate_up", "down")
-        }
+        )
         return RowDropout(
-            p=self.drop, expert_e=expert_e.to(self.mesh.device), first=self._first, **keys
+            p=self.drop,
+            gate_up=gate_up,
+            down=down,
+            expert_e=expert_e.to(self.mesh.device),
+            first=self._first,
         )
 
 
