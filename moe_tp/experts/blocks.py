@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from moe_tp.experts import workspace
 from moe_tp.experts.rows import plan_sums, sum_rows
+from moe_tp.parallel.product import product
 
 PASS = 1 << 19  # elements of the activation in one pass: a few buffers of it stay in cache
 
@@ -65,7 +66,7 @@ class Block:
             for x, weight, y in zip(
                 self.rows(x_nN), self.own(weight_eNK), self.rows(out), strict=True
             ):
-                torch.mm(x, weight, out=y)
+                product(x, weight, y)
             return out
         return F.grouped_mm(x_nN, weight_eNK, offs=self.ends_e)
 
@@ -74,7 +75,7 @@ class Block:
         if self.ends_e is None:
             for a, b, out in zip(self.rows(a_nN), self.rows(b_nK), self.own(out_eNK), strict=True):
                 if a.shape[0]:
-                    torch.mm(a.t(), b, out=out)
+                    product(a.t(), b, out)
                 else:
                     out.zero_()
         else:

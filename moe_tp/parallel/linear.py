@@ -24,6 +24,7 @@ from moe_tp.parallel.collectives import (
 )
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import ZEROS, Init, ParallelModule, ParamSpec
+from moe_tp.parallel.product import add_product, linear, product
 
 
 class _GatherLinear(Function):
@@ -36,7 +37,7 @@ class _GatherLinear(Function):
         ctx.save_for_backward(x_TD, *weights)
         x_ND = raw_all_gather(x_TD, group)
         return tuple(
-            F.linear(x_ND, w, b) for w, b in zip(weights, biases, strict=True) if w is not None
+            linear(x_ND, w, b) for w, b in zip(weights, biases, strict=True) if w is not None
         )
 
     @staticmethod
@@ -51,15 +52,15 @@ class _GatherLinear(Function):
             x_ND = raw_all_gather(x_TD, group, phase="backward")
             for i, g in enumerate(grads):
                 if need[i]:
-                    grad_w[i] = g.t() @ x_ND
+                    grad_w[i] = product(g.t(), x_ND)
         for i, g in enumerate(grads):
             if need[count + i]:
                 grad_b[i] = g.sum(0, dtype=accumulate_dtype(g.dtype)).to(g.dtype)
         grad_x = None
         if need_x:
-            total = grads[0] @ weights[0]
+            total = product(grads[0], weights[0])
             for g, w in zip(grads[1:], weights[1:], strict=True):
-                total = torch.addmm(total, g, w)
+                total = add_product(total, g, w)
             share = [total.shape[0] // group.size] * group.size
             grad_x = raw_reduce_scatter_rows(total, share, group, phase="backward")
         return (grad_x, None, None, *grad_w, *grad_b)
@@ -70,15 +71,15 @@ class _LinearScatter(Function):
     def forward(ctx: Any, x_NF: torch.Tensor, weight_DF: torch.Tensor, group: Group) -> Any:
         ctx.group = group
         ctx.save_for_backward(x_NF, weight_DF)
-        y_ND = x_NF @ weight_DF.t()
+        y_ND = linear(x_NF, weight_DF, None)
         return raw_reduce_scatter_rows(y_ND, [y_ND.shape[0] // group.size] * group.size, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x_NF, weight_DF = ctx.saved_tensors
         g_ND = raw_all_gather(grads[0], ctx.group, phase="backward")
-        grad_x = g_ND @ weight_DF if ctx.needs_input_grad[0] else None
-        grad_w = g_ND.t() @ x_NF if ctx.needs_input_grad[1] else None
+        grad_x = product(g_ND, weight_DF) if ctx.needs_input_grad[0] else None
+        grad_w = product(g_ND.t(), x_NF) if ctx.needs_input_grad[1] else None
         return grad_x, grad_w, None
 
 

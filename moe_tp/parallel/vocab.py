@@ -26,6 +26,7 @@ from moe_tp.parallel.collectives import (
 )
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import Init, ParallelModule, ParamSpec
+from moe_tp.parallel.product import add_product, linear, product
 
 IGNORE = -100
 
@@ -113,12 +114,36 @@ class _Head:
         return max(0, min(rows, self.vocab_size - self.group.rank * rows))
 
 
+LOSS_PIECE = 128  # tokens whose logits exist a second time, in the model's dtype
+
+
+def _wide_logits(x_CD: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the logits in fp32 or more."""
+    wide = accumulate_dtype(x_CD.dtype)
+    if x_CD.dtype == wide:
+        return linear(x_CD, weight, None)
+    logits = x_CD.new_empty((x_CD.shape[0], weight.shape[0]), dtype=wide)
+    for piece, x in zip(logits.split(LOSS_PIECE), x_CD.split(LOSS_PIECE), strict=True):
+        piece.copy_(linear(x, weight, None))
+    return logits
+
+
+def _narrow(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `grad` in `dtype`, in its own memory: no row is overwritten before it was read."""
+    if grad.dtype == dtype:
+        return grad
+    narrow = grad.view(-1).view(dtype)[: grad.numel()].view(grad.shape)
+    for to, piece in zip(narrow.split(LOSS_PIECE), grad.split(LOSS_PIECE), strict=True):
+        to.copy_(piece.to(dtype))
+    return narrow
+
+
 def _chunk_loss(
     x_CD: torch.Tensor, weight: torch.Tensor, targets_C: torch.Tensor, head: _Head
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each token's loss and the gradient of their sum by this rank's logits."""
     group, rows = head.group, weight.shape[0]
-    logits = (x_CD @ weight.t()).to(accumulate_dtype(x_CD.dtype))
+    logits = _wide_logits(x_CD, weight)
     if head.scale != 1.0:
         logits *= head.scale
     real = head.real_rows(rows)
@@ -155,15 +180,16 @@ class _VocabCrossEntropy(Function):
         grad_w = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_w else None
         for start in range(0, x_ND.shape[0], head.chunk):
             part = slice(start, start + head.chunk)
-            loss_N[part], grad = _chunk_loss(x_ND[part], weight, targets_N[part], head)
-            grad = grad.to(x_ND.dtype)
+            loss_N[part], logits = _chunk_loss(x_ND[part], weight, targets_N[part], head)
+            grad = _narrow(logits, x_ND.dtype)
             if grad_x is not None:
-                torch.mm(grad, weight, out=grad_x[part])
+                product(grad, weight, grad_x[part])
             if grad_w is not None:
                 if grad_w.dtype == grad.dtype:
-                    grad_w.addmm_(grad.t(), x_ND[part])
+                    add_product(grad_w, grad.t(), x_ND[part])
                 else:
-                    grad_w += grad.t() @ x_ND[part]
+                    grad_w += product(grad.t(), x_ND[part])
+            del logits, grad  # before the next chunk's are made
         owned = x_TD.shape[0]
         if grad_x is not None:
             grad_x = raw_reduce_scatter_rows(grad_x, [owned] * group.size, group)

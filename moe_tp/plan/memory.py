@@ -19,6 +19,7 @@ from moe_tp.models.counts import layer_flops
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.parallel.mesh import Domain
 from moe_tp.parallel.pipeline.stages import deal_layers, num_stages
+from moe_tp.parallel.vocab import LOSS_PIECE
 from moe_tp.plan.activations import Load, Work, layer_work
 from moe_tp.plan.axes import axis_sizes
 from moe_tp.plan.job import Job
@@ -369,7 +370,9 @@ class Planner:
         config, job, c = self.config, self.job, self.job.compute_bytes
         tokens = job.owned_tokens(layout) * layout.tp
         words = -(-config.vocab_size // layout.tp)
-        chunk = min(job.loss_chunk, tokens) * words * (4.0 + (c if c < 4 else 0))
+        held = min(job.loss_chunk, tokens)
+        # in fp32; in lower precision a few tokens' stand beside them on their way
+        chunk = words * (4.0 * held + (c * min(held, LOSS_PIECE) if c < 4 else 0))
         streams = tokens * config.dim * c * (1 if layout.tp == 1 else 2)
         # the weight's copy, its gradient in fp32, and one chunk's part
         cast = c if job.mode == "full" and job.master_bytes != c and not layout.zero else 0

@@ -1,0 +1,93 @@
+"""Products of two matrices, by whichever of torch's libraries is fast on this processor.
+
+torch multiplies fp32 matrices on a CPU with MKL, which leaves AVX-512 unused on processors of other
+makers than its own: less than half the rate that oneDNN, also part of torch, reaches there. The
+choice depends on the machine and on sizes alone, so that a run repeated gives the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+_FEWEST_ROWS = 16  # below, reading the weight is all that counts
+_LEAST_WORK = 1 << 21  # multiplications; below, oneDNN's larger cost of a call shows
+_PIECE = 1 << 18  # elements of one transposed product: what is copied then lies in cache
+
+
+@functools.cache
+def _prefers_onednn() -> bool:
+    """Return whether fp32 products go through oneDNN: x86 with AVX-512 that is not Intel's."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    try:
+        return "GenuineIntel" not in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+def _by_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != torch.float32 or not a.is_cpu or torch.compiler.is_compiling():
+        return False
+    (rows, inner), columns = a.shape, b.shape[1]
+    if min(rows, columns) < _FEWEST_ROWS or rows * inner * columns < _LEAST_WORK:
+        return False
+    return _prefers_onednn()
+
+
+def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
+
+
+def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the matrix product `a @ b`, in `out` where that is given; outside autograd.
+
+    Args:
+        a: `[n, k]`.
+        b: `[k, m]`.
+        out: `[n, m]`, overwritten.
+
+    Collectives: none.
+    """
+    if not _by_onednn(a, b):
+        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    if out is None:
+        return _onednn(a, b.t(), None)
+    # a transposed left side is repacked whole, so it goes in pieces whose result stays in cache
+    rows = max(_PIECE // b.shape[1], 1) if a.stride(0) == 1 else a.shape[0]
+    for start in range(0, a.shape[0], rows):
+        out[start : start + rows].copy_(_onednn(a[start : start + rows], b.t(), None))
+    return out
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Add `a @ b` to `total` in place and return that; outside autograd.
+
+    Args:
+        total: `[n, m]`.
+        a, b: as for `product`.
+
+    Collectives: none.
+    """
+    return total.add_(_onednn(a, b.t(), None)) if _by_onednn(a, b) else total.addmm_(a, b)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return `x @ weight.T + bias`; outside autograd.
+
+    Args:
+        x: `[n, k]`.
+        weight: `[m, k]`.
+        bias: `[m]`, or None.
+
+    Collectives: none.
+    """
+    return _onednn(x, weight, bias) if _by_onednn(x, weight.t()) else F.linear(x, weight, bias)
