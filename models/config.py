@@ -60,6 +60,9 @@ class RopeConfig:
             )
         if not 0.0 < self.partial <= 1.0:
             raise ConfigError(f"partial_rotary_factor={self.partial} must lie in (0, 1]")
+        for name in ("theta", "factor"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"rope_{name}={getattr(self, name)} must be above 0")
         if self.kind in ("llama3", "yarn") and not self.original_positions:
             raise ConfigError(
                 f"rope_type={self.kind!r} needs original_max_position_embeddings; add it to the "
@@ -230,6 +233,10 @@ class ModelConfig:
         for name in ("vocab_size", "dim", "num_layers", "max_positions"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if not self.norm_eps >= 0:
+            raise ConfigError(f"rms_norm_eps={self.norm_eps} must not be negative")
+        if any(window < 0 for window in self.windows):
+            raise ConfigError(f"sliding_window={min(self.windows)} must not be negative")
         if not 0.0 <= self.residual_dropout < 1.0:
             raise ConfigError(f"residual_dropout={self.residual_dropout} must lie in [0, 1)")
         if self.windows and len(self.windows) != self.num_layers:

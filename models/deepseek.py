@@ -52,13 +52,14 @@ def _attention(fields: HubFields) -> AttentionConfig:
 
 def _softmax_moe(fields: HubFields) -> MoEConfig:
     """Return V2's experts; weights are not rescaled, whatever norm_topk_prob says."""
+    fields.must_be("scoring_func", ("softmax",), "softmax")
     fields.must_be("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     fields.must_be("norm_topk_prob", (False,), False)
     grouped = fields.text("topk_method", "greedy") == "group_limited_greedy"
     expert_dim = fields.integer("moe_intermediate_size")
     return MoEConfig(
         router=RouterConfig(
-            num_experts=fields.integer("n_routed_experts", 64),
+            num_experts=fields.experts(("n_routed_experts", "num_experts"), 64),
             top_k=fields.integer("num_experts_per_tok"),
             normalize=False,
             scale=fields.number("routed_scaling_factor", 1.0),
@@ -74,6 +75,7 @@ def _softmax_moe(fields: HubFields) -> MoEConfig:
 def _from_hub(config: Mapping[str, Any], *, version: int) -> ModelConfig:
     fields = HubFields(config)
     fields.must_be("mlp_bias", (False,), False)
+    fields.must_be("moe_layer_freq", (1,), 1)
     if version == 2:
         moe, interleaved = _softmax_moe(fields), True
     else:

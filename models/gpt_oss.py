@@ -56,7 +56,7 @@ def _from_hub(config: Mapping[str, Any]) -> ModelConfig:
         rope=read_rope(fields, theta=150000.0, scaling=_YARN),
         moe=MoEConfig(
             router=RouterConfig(
-                num_experts=fields.integer("num_local_experts", 128),
+                num_experts=fields.experts(("num_local_experts", "num_experts"), 128),
                 top_k=fields.integer("num_experts_per_tok", fields.raw("experts_per_token", 4)),
                 score="softmax_topk",
                 linear_bias=True,

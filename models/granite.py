@@ -41,7 +41,7 @@ def _from_hub(config: Mapping[str, Any]) -> ModelConfig:
         rope=read_rope(fields),
         moe=MoEConfig(
             router=RouterConfig(
-                num_experts=fields.integer("num_local_experts", 8),
+                num_experts=fields.experts(("num_local_experts", "num_experts"), 8),
                 top_k=fields.integer("num_experts_per_tok", 2),
                 score="softmax_topk",
                 balance_coef=fields.number("router_aux_loss_coef", 0.001),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,13 +74,16 @@ class HubFields:
     def integer(self, name: str, default: Any = _REQUIRED) -> int:
         """Return a whole number."""
         value = self._typed(name, default, (int, float), "a whole number")
-        if value != int(value):
+        if not math.isfinite(value) or value != int(value):
             raise ConfigError(f"config.json: {name}={value!r} must be a whole number")
         return int(value)
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
         """Return a number."""
-        return float(self._typed(name, default, (int, float), "a number"))
+        value = float(self._typed(name, default, (int, float), "a number"))
+        if not math.isfinite(value):
+            raise ConfigError(f"config.json: {name}={value!r} must be a finite number")
+        return value
 
     def flag(self, name: str, default: Any = _REQUIRED) -> bool:
         """Return true or false."""
@@ -103,6 +107,24 @@ class HubFields:
         if not isinstance(value, Sequence) or not all(isinstance(i, int) for i in value):
             raise ConfigError(f"config.json: {name}={value!r} must be a list of whole numbers")
         return tuple(value)
+
+    def experts(self, names: Sequence[str], default: Any = _REQUIRED) -> int:
+        """Return the number of experts, which other families and versions spell otherwise.
+
+        Args:
+            names: the spellings, the family's own one first.
+            default: where none is given.
+
+        Raises:
+            ConfigError: two spellings differ.
+        """
+        given = {name: self.integer(name) for name in names if self.config.get(name) is not None}
+        if len(set(given.values())) > 1:
+            listed = " and ".join(f"{name}={value}" for name, value in given.items())
+            raise ConfigError(
+                f"config.json: {listed} are one number in two spellings; make them equal"
+            )
+        return next(iter(given.values())) if given else self.integer(names[0], default)
 
     def must_be(self, name: str, allowed: Sequence[Any], default: Any) -> None:
         """Check a field whose other values this library does not compute.
@@ -129,6 +151,8 @@ class HubFields:
         if explicit is not None:
             return explicit
         dim, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
+        if heads < 1:
+            raise ConfigError(f"num_attention_heads={heads} must be at least 1")
         if dim % heads:
             raise ConfigError(
                 f"hidden_size={dim} does not divide over num_attention_heads={heads} and "
@@ -141,7 +165,7 @@ def read_rope(
     fields: HubFields,
     *,
     theta: float = 10000.0,
-    partial: float = 1.0,
+    partial: float | None = None,
     interleaved: bool = False,
     scaling: Mapping[str, Any] | None = None,
 ) -> RopeConfig:
@@ -152,14 +176,16 @@ def read_rope(
 
     Args:
         fields: the config.
-        theta, partial, scaling: the family's defaults.
+        theta, scaling: the family's defaults.
+        partial: likewise; None for a family that rotates whole heads, whatever the config says.
         interleaved: the family's pairing.
 
     Raises:
         ConfigError: a kind that is not supported; a value that stands only in the new spelling
-            while the old one decides.
+            while the old one decides; a part of each head in a family that rotates the whole.
     """
     new, old = fields.raw("rope_parameters", {}), fields.raw("rope_scaling", None)
+    whole, partial = partial is None, partial or 1.0
     if old:
         _check_lost(fields, old, new, {"rope_theta": theta, "partial_rotary_factor": partial})
     given = dict(old or new or scaling or {})
@@ -169,6 +195,11 @@ def read_rope(
     fraction = given.get("partial_rotary_factor")
     if fraction is None:
         fraction = fields.number("partial_rotary_factor", partial)
+    if whole and fraction != 1:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor={fraction!r} is not supported for model_type="
+            f"{fields.model_type!r}, which rotates whole heads; delete it"
+        )
     values = HubFields({**given, "model_type": fields.model_type})
     trained = fields.optional_integer("original_max_position_embeddings")
     if trained is None:

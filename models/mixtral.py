@@ -35,7 +35,7 @@ def _from_hub(config: Mapping[str, Any]) -> ModelConfig:
         rope=read_rope(fields, theta=1e6),
         moe=MoEConfig(
             router=RouterConfig(
-                num_experts=fields.integer("num_local_experts", 8),
+                num_experts=fields.experts(("num_local_experts", "num_experts"), 8),
                 top_k=fields.integer("num_experts_per_tok", 2),
                 balance_coef=fields.number("router_aux_loss_coef", 0.001),
                 input_jitter=fields.number("router_jitter_noise", 0.0),

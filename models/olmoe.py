@@ -30,7 +30,7 @@ def _from_hub(config: Mapping[str, Any]) -> ModelConfig:
         rope=read_rope(fields),
         moe=MoEConfig(
             router=RouterConfig(
-                num_experts=fields.integer("num_experts", 64),
+                num_experts=fields.experts(("num_experts", "num_local_experts"), 64),
                 top_k=fields.integer("num_experts_per_tok", 8),
                 normalize=fields.flag("norm_topk_prob", False),
                 balance_coef=fields.number("router_aux_loss_coef", 0.01),

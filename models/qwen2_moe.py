@@ -45,7 +45,7 @@ def _from_hub(config: Mapping[str, Any]) -> ModelConfig:
         rope=read_rope(fields),
         moe=MoEConfig(
             router=RouterConfig(
-                num_experts=fields.integer("num_experts", 60),
+                num_experts=fields.experts(("num_experts", "num_local_experts"), 60),
                 top_k=fields.integer("num_experts_per_tok", 4),
                 normalize=fields.flag("norm_topk_prob", False),
                 balance_coef=fields.number("router_aux_loss_coef", 0.001),

@@ -20,22 +20,30 @@ def read_sigmoid_moe(fields: HubFields, *, scale: float, groups: int, top_groups
         fields: the config.
         scale, groups, top_groups: the family's defaults.
     """
+    fields.must_be("scoring_func", ("sigmoid",), "sigmoid")
+    fields.must_be("topk_method", ("noaux_tc",), "noaux_tc")
     expert_dim = fields.integer("moe_intermediate_size")
     return MoEConfig(
         router=RouterConfig(
-            num_experts=fields.integer("n_routed_experts", fields.raw("num_local_experts", 256)),
+            num_experts=fields.experts(("n_routed_experts", "num_local_experts"), 256),
             top_k=fields.integer("num_experts_per_tok", 8),
             score="sigmoid",
             normalize=fields.flag("norm_topk_prob", True),
             scale=fields.number("routed_scaling_factor", scale),
-            num_groups=fields.integer("n_group", groups),
-            top_groups=fields.integer("topk_group", top_groups),
+            num_groups=_groups(fields, "n_group", groups),
+            top_groups=_groups(fields, "topk_group", top_groups),
             group_score="top2_sum",
             correction_bias=True,
         ),
         expert_dim=expert_dim,
         shared_dim=expert_dim * fields.integer("n_shared_experts", 1),
     )
+
+
+def _groups(fields: HubFields, name: str, default: int) -> int:
+    """Return a number of groups; null says that there are none, unlike a key that is absent."""
+    null = name in fields.config and fields.config[name] is None
+    return 1 if null else fields.integer(name, default)
 
 
 def write_shared_moe(config: ModelConfig) -> dict[str, Any]:

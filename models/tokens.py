@@ -100,12 +100,16 @@ def batch_problem(
         vocab_size: ids must lie below.
         input_ids, labels, attention_mask, position_ids: `[B, S]`.
     """
+    named = {"labels": labels, "attention_mask": attention_mask, "position_ids": position_ids}
+    given: dict[str, object] = {"input_ids": input_ids, **named}
+    for name, what in given.items():
+        if what is not None and not isinstance(what, torch.Tensor):
+            return f"{name} is of type {type(what).__name__}; it must be a tensor"
     if input_ids.dim() != 2 or input_ids.dtype.is_floating_point:
         return (
             f"input_ids has shape {list(input_ids.shape)} and dtype {input_ids.dtype}; it must be "
             f"[batch, sequence] of whole numbers"
         )
-    named = {"labels": labels, "attention_mask": attention_mask, "position_ids": position_ids}
     for name, value in named.items():
         if value is not None and value.shape != input_ids.shape:
             return (

@@ -27,7 +27,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -35,6 +34,7 @@ import torch
 from moe_tp.checkpoint.agree import together
 from moe_tp.checkpoint.files import FilePlan, Slab, parse_size, plain_tensor, plan_files
 from moe_tp.checkpoint.rules import NameRules
+from moe_tp.checkpoint.storage import local_path
 from moe_tp.checkpoint.supply import OwnSupply
 from moe_tp.checkpoint.writer import SaveReport, write_folder, written_config
 from moe_tp.errors import CheckpointError, ConfigError
@@ -174,7 +174,9 @@ def upcycle(
     model, target, plans, supply = together(plan, world, device)
     written = written_config(family(target.model_type).to_hub(target), plans, None)
     try:
-        report = write_folder(Path(out), plans, supply, written, world, device, carry_from=model)
+        report = write_folder(
+            local_path(out), plans, supply, written, world, device, carry_from=model
+        )
     finally:
         model.storage.close()
     return target, report

@@ -134,6 +134,7 @@ class RouterConfig:
                     f"{name}={value!r} is not known to the router; choose one of "
                     + ", ".join(repr(choice) for choice in allowed)
                 )
+        _check_switches(self)
         _check_sizes(self)
         _check_groups(self)
         _check_numbers(self)
@@ -198,6 +199,17 @@ def switch_config(
     )
 
 
+def _check_switches(config: RouterConfig) -> None:
+    """Refuse what only looks like true or false: the string 'false' is true."""
+    for name in (
+        *("normalize", "linear_bias", "correction_bias", "balance_exact"),
+        *("pad_to_capacity", "frozen", "function_looks_across"),
+    ):
+        value = getattr(config, name)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r} is neither true nor false; choose True or False")
+
+
 def _check_sizes(config: RouterConfig) -> None:
     for name in (
         "num_experts",
@@ -243,7 +255,7 @@ def _check_numbers(config: RouterConfig) -> None:
         *("noise_std", "input_jitter", "expert_dropout", "lr_scale"),
     ):
         value = getattr(config, name)
-        if not math.isfinite(value) or value < 0:
+        if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
             raise ConfigError(f"{name}={value!r} is not a finite number >= 0; choose {name} >= 0")
     if config.scale == 0:
         raise ConfigError("scale=0 switches every expert off; choose scale > 0")

@@ -142,7 +142,7 @@ def choice_scores(
     """
     sums_groups = config.num_groups > 1 and config.group_score == "top2_sum"
     if config.score == "softmax_topk" or (bias_E is None and not sums_groups):
-        base_TE = logits_TE
-    else:
-        base_TE = scores_TE
-    return base_TE if bias_E is None else base_TE + bias_E
+        return logits_TE if bias_E is None else logits_TE + bias_E
+    base_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    # A score of -inf is a plain 0, which a bias would raise above the experts that take part.
+    return base_TE.masked_fill(torch.isneginf(logits_TE), float("-inf"))

@@ -62,7 +62,11 @@ def limit_groups(choice_TE: Tensor, config: RouterConfig) -> Tensor:
     if config.group_score == "max":
         group_TG = grouped_TGe.amax(dim=-1)
     else:
-        group_TG = torch.topk(grouped_TGe, min(2, grouped_TGe.shape[-1]), dim=-1).values.sum(dim=-1)
+        best_TGe = torch.topk(grouped_TGe, min(2, grouped_TGe.shape[-1]), dim=-1).values
+        second_TGe = best_TGe[..., 1:]
+        # A group whose second best does not take part is worth its best, not -inf.
+        second_TGe = second_TGe.masked_fill(torch.isneginf(second_TGe), 0.0)
+        group_TG = best_TGe[..., 0] + second_TGe.sum(dim=-1)
     best = stable_top_k(group_TG, config.top_groups)
     out_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter(-1, best, False)
     limited_TE: Tensor = grouped_TGe.masked_fill(out_TG.unsqueeze(-1), float("-inf")).flatten(-2)

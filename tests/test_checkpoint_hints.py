@@ -14,10 +14,11 @@ from model_cases import hub_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_tp import Mesh
-from moe_tp.checkpoint import inspect_folder
+from moe_tp.checkpoint import gather_named, inspect_folder
 from moe_tp.errors import CheckpointError, ConfigError
 from moe_tp.models import ModelConfig, build, from_pretrained, save_pretrained
 from moe_tp.models.decoder import Decoder
+from moe_tp.train import load_adapter, save_adapter
 from moe_tp.train.lora import LoRAConfig, apply_lora
 
 INDEX = "model.safetensors.index.json"
@@ -164,6 +165,27 @@ def test_missing_experts_name_the_familys_key(tmp_path: Path) -> None:
     edit(tmp_path / "config.json", num_local_experts=7)
     with pytest.raises(CheckpointError, match=r"decided by num_local_experts in config\.json\)"):
         from_pretrained(tmp_path, Mesh.single())
+
+
+def test_home_is_where_a_shell_would_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K2: `~` in a path, which Python does not read as the home folder by itself."""
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(elsewhere)
+    save_pretrained(tiny(), "~/model")
+    assert (home / "model" / "config.json").is_file()
+    model = from_pretrained("~/model", Mesh.single())
+    apply_lora(model, LoRAConfig(2, 4))
+    save_adapter(model, "~/adapter")
+    load_adapter(tiny(), "~/adapter")
+    assert not list(elsewhere.iterdir())
+
+
+def test_what_is_gathered_has_a_name() -> None:
+    """F3: another word than the two would give weights for gradients."""
+    with pytest.raises(ConfigError, match="choose 'param' or 'grad'"):
+        gather_named(tiny(), "gradient")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("path", [None, 3, b"folder"])

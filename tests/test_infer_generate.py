@@ -72,6 +72,7 @@ def test_neighbours_and_padding_change_nothing(case: str) -> None:
             assert error(logits, a.logits[0]) < 1e-5
     stop = next(t for t in first[0] if t not in first[1][:4])
     ended = generate(model, prompts, max_new_tokens=6, stop_ids=[stop])
+    assert generate(model, prompts, max_new_tokens=6, stop_ids=stop) == ended
     assert ended.tokens[0] == first[0][: first[0].index(stop) + 1]
     assert ended.reasons[0] == "stop"
     assert ended.tokens[1][:4] == first[1][:4]

@@ -194,6 +194,68 @@ def test_bad_config_is_one_sentence(changes: dict[str, Any], words: tuple[str, .
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("case", "changes", "word"),
+    [
+        ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),
+        ("deepseek_v3", {"moe_layer_freq": [0, 1, 1]}, "moe_layer_freq"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy'"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("mixtral", {"num_experts": 5}, "num_local_experts=6 and num_experts=5"),
+        ("mixtral", {"num_attention_heads": 0}, "num_attention_heads=0"),
+        ("mixtral", {"num_hidden_layers": float("inf")}, "num_hidden_layers=inf"),
+        ("mixtral", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ("mixtral", {"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06"),
+        ("mixtral", {"rope_theta": 0}, "rope_theta=0"),
+        ("mixtral", {"sliding_window": -1}, "sliding_window=-1"),
+        ("qwen2_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (
+            "mixtral",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5",
+        ),
+    ],
+)
+def test_what_would_be_passed_over_is_refused(
+    case: str, changes: dict[str, Any], word: str
+) -> None:
+    """F3: transformers does not look at these fields; the families' own code and engines do."""
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_hub(hub_config(case, **changes))
+    assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "own", "other"),
+    [
+        ("mixtral", "num_local_experts", "num_experts"),
+        ("gpt_oss", "num_local_experts", "num_experts"),
+        ("granitemoe", "num_local_experts", "num_experts"),
+        ("qwen3_moe", "num_experts", "num_local_experts"),
+        ("qwen2_moe", "num_experts", "num_local_experts"),
+        ("olmoe", "num_experts", "num_local_experts"),
+        ("deepseek_v2", "n_routed_experts", "num_experts"),
+        ("deepseek_v3", "n_routed_experts", "num_local_experts"),
+    ],
+)
+def test_the_number_of_experts_has_two_names(case: str, own: str, other: str) -> None:
+    """C39: one `attribute_map` of transformers for each; the family's default is not taken."""
+    raw = hub_config(case)
+    changed = {**raw, other: raw[own], own: None}
+    assert ModelConfig.from_hub(changed).moe == ModelConfig.from_hub(raw).moe
+    both = {**raw, other: raw[own]}
+    assert ModelConfig.from_hub(both).moe == ModelConfig.from_hub(raw).moe
+
+
+def test_null_groups_are_no_groups() -> None:
+    """R3: engines take n_group=null for routing without groups, not for the published 8 of 4."""
+    null = hub_config("deepseek_v3", n_group=None, topk_group=None)
+    router = ModelConfig.from_hub(null).moe.router
+    assert (router.num_groups, router.top_groups) == (1, 1)
+
+
 def test_unknown_preset_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="8x7b"):
         preset("mixtral", "9x9b")

@@ -154,7 +154,7 @@ def test_hardware_is_overridable() -> None:
     assert parse_bytes("80GB") == 80e9
     assert parse_bytes("80GiB") == 80 * 2**30
     assert parse_bytes("ib400") == 50e9
-    for text in ("eighty", "-1GB", "0"):
+    for text in ("eighty", "-1GB", "0", "80"):
         with pytest.raises(ConfigError, match="bytes"):
             parse_bytes(text)
     with pytest.raises(ConfigError, match="table"):

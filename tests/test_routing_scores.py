@@ -163,6 +163,9 @@ def test_switch_has_a_gradient() -> None:
         ({"num_experts": 8, "top_k": 2, "kind": "hash", "expert_dropout": 0.5}, "expert_dropout"),
         ({"num_experts": 8, "top_k": 2, "kind": "sinkhorn", "correction_bias": True}, "bias"),
         ({"num_experts": 8, "top_k": 2, "sinkhorn_iterations": 0}, "sinkhorn_iterations"),
+        ({"num_experts": 8, "top_k": 2, "normalize": "false"}, "normalize='false'"),
+        ({"num_experts": 8, "top_k": 2, "frozen": 1}, "frozen=1"),
+        ({"num_experts": 8, "top_k": 2, "scale": None}, "scale=None"),
     ],
 )
 def test_a_config_checks_itself(setting: dict[str, object], word: str) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moe_tp.errors import ConfigError, RoutingError
 from moe_tp.routing import RouterConfig, route
+from moe_tp.routing.config import Score
 from moe_tp.routing.select import count_experts, stable_top_k
 
 
@@ -142,6 +143,28 @@ def test_an_expert_at_minus_infinity_is_never_chosen() -> None:
         assert out.ids_TK.tolist() == [[2, 0, -1]]
         assert out.weights_TK[0, 2] == 0
         assert out.weights_TK.sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("score", ["softmax", "softmax_topk", "sigmoid"])
+def test_a_bias_does_not_bring_an_expert_back(score: Score) -> None:
+    """R7: an expert at -inf (dropped for the call, say) stays out, whatever its bias."""
+    config = RouterConfig(4, 2, score=score, correction_bias=True)
+    logits = torch.tensor([[0.0, float("-inf"), float("-inf"), 1.0]])
+    out = route(logits, config, bias_E=torch.tensor([0.0, 9.0, 9.0, 0.0]))
+    assert out.ids_TK.tolist() == [[3, 0]]
+    assert out.weights_TK.sum() == pytest.approx(1)
+
+
+def test_a_group_is_worth_its_admissible_experts() -> None:
+    """R3, R7: one good expert beside one that is out ranks above two poor ones, and no group
+    whose experts are all out is chosen for its bias.
+    """
+    config = RouterConfig(6, 1, score="sigmoid", normalize=False, num_groups=3, top_groups=1)
+    out = float("-inf")
+    logits = torch.tensor([[4.0, out, -4.0, -4.0, out, out]])
+    assert route(logits, config).ids_TK.tolist() == [[0]]
+    bias = torch.tensor([0.0, 9.0, 0.0, 0.0, 9.0, 9.0])
+    assert route(logits, config, bias_E=bias).ids_TK.tolist() == [[0]]
 
 
 def test_no_tokens() -> None:

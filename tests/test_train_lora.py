@@ -346,6 +346,14 @@ def test_folder_that_does_not_fit(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "lora_bias": True}))
     with pytest.raises(CheckpointError, match="lora_bias"):
         load_adapter(make({}), tmp_path)
+    for changes, said in (({"peft_type": "IA3"}, "peft_type LORA"), ({"r": None}, "r=None")):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **changes}))
+        with pytest.raises(CheckpointError, match=said):
+            load_adapter(make({}), tmp_path)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{")
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            load_adapter(make({}), tmp_path)
 
 
 # --- the rest -----------------------------------------------------------------------------------

@@ -54,6 +54,17 @@ def test_words_take_their_fields_types(path: Path) -> None:
     assert config.output == "7"
 
 
+def test_home_in_paths(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell reads a settings file, so `~` is read here; URLs and hub ids stay."""
+    monkeypatch.setenv("HOME", "/home/me")
+    words = ["model=~/m", "output=~/o", "data.train=[~/a.txt, b.txt]", "data.tokenizer=~/t"]
+    config = load_config(path, words)
+    assert (config.model, config.output) == ("/home/me/m", "/home/me/o")
+    assert config.data.train == ("/home/me/a.txt", "b.txt")
+    assert (config.data.tokenizer, config.data.chat_template) == ("/home/me/t", None)
+    assert load_config(path, ["model=s3://b/~x"]).model == "s3://b/~x"
+
+
 def test_none_stands_for_none(path: Path) -> None:
     config = load_config(path, ["train.steps=null", "train.epochs=2", "parallel.dp=none"])
     assert (config.train.steps, config.train.epochs, config.parallel.dp) == (None, 2.0, None)

@@ -123,6 +123,7 @@ def test_count_targets_over_ranks() -> None:
     assert counts == [1 + 3 + 8] * 4
     assert count_targets([ONE, TWO], Mesh.single()) == 4
     assert count_targets([], Mesh.single()) == 0
+    assert count_targets((batch for batch in [ONE, TWO]), Mesh.single()) == 4
 
 
 def count_of(layout: Layout) -> int:
@@ -233,6 +234,10 @@ def test_what_is_no_micro_batch_is_refused_by_name() -> None:
     batch = rows(4)
     with pytest.raises(DataError, match="micro-batch 0: it is of type str"):
         forward_backward(model, batch)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="it is of type str"):
+        count_targets(batch, Mesh.single())  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="input_ids is of type list"):
+        model([[1, 2]])
     with pytest.raises(DataError, match="'target_tokens', which is no argument"):
         forward_backward(model, [{**batch, "target_tokens": torch.tensor(3)}])
     for bound in (-1.0, 0.0, float("nan")):

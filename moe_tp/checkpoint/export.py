@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from moe_tp.checkpoint.load import compare
 from moe_tp.checkpoint.progress import Bar, Progress
 from moe_tp.checkpoint.reader import HubFolder
 from moe_tp.checkpoint.rules import NameRules, Piece
+from moe_tp.checkpoint.storage import local_path
 from moe_tp.checkpoint.supply import FolderSupply, Route
 from moe_tp.checkpoint.writer import SaveReport, write_folder, written_config
 from moe_tp.errors import CheckpointError
@@ -91,7 +91,7 @@ def export_folder(
     try:
         with Bar("exporting", world.rank, progress) as bar:
             return write_folder(
-                Path(target),
+                local_path(target),
                 plans,
                 supply,
                 config,

@@ -12,7 +12,7 @@ from moe_tp.checkpoint.blocks import Aligned
 from moe_tp.checkpoint.holdings import gather_holdings
 from moe_tp.checkpoint.load import Target, targets_of
 from moe_tp.checkpoint.rules import NameRules
-from moe_tp.errors import CheckpointError
+from moe_tp.errors import CheckpointError, ConfigError
 from moe_tp.parallel.collectives import raw_all_reduce
 from moe_tp.parallel.parameter import mesh_of, named_specs, to_local
 
@@ -29,9 +29,12 @@ def gather_named(
 
     Raises:
         CheckpointError: a gradient is missing or still owes a sum; call `settle_gradients` first.
+        ConfigError: `what` is neither.
 
     Collectives: over the world: a table of contents, one all-reduce a parameter.
     """
+    if what not in ("param", "grad"):
+        raise ConfigError(f"what={what!r} is nothing to gather; choose 'param' or 'grad'")
     if rules is None:
         found = getattr(model, "name_rules", None)
         if not isinstance(found, NameRules):

@@ -57,6 +57,14 @@ class Storage(Protocol):
         ...
 
 
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path on this machine, `~` in front read as the home folder.
+
+    Settings files and Python do not pass through a shell, which would have read it so.
+    """
+    return Path(os.path.expanduser(path))
+
+
 class LocalStorage:
     """A folder on a local or mounted file system; links (hub caches) are followed.
 
@@ -71,7 +79,7 @@ class LocalStorage:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = local_path(path)
         self.where = str(self.path)
         self.first_read = 8
         self.gap = GAP

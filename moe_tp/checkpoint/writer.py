@@ -39,7 +39,7 @@ from moe_tp.checkpoint.reader import HubFolder
 from moe_tp.checkpoint.rules import NameRules
 from moe_tp.checkpoint.scan import CONFIG, INDEX, PICKLES, UNFINISHED
 from moe_tp.checkpoint.slices import bytes_of
-from moe_tp.checkpoint.storage import Storage
+from moe_tp.checkpoint.storage import Storage, local_path
 from moe_tp.checkpoint.supply import FolderSupply, ModelSupply, Packed, Supply
 from moe_tp.errors import CheckpointError
 from moe_tp.parallel.collectives import Group
@@ -110,7 +110,7 @@ def save_hub(
     """
     mesh = mesh_of(model)
     world, device = mesh.group("world"), mesh.device
-    target = Path(path)
+    target = local_path(path)
     limit = parse_size(max_shard_size)
 
     def prepare() -> HubFolder | None:

@@ -65,7 +65,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
-    stop_ids: Collection[int] | None = None,
+    stop_ids: Collection[int] | int | None = None,
     split_rows: bool = False,
     on_token: OnToken | None = None,
     return_logits: bool = False,
@@ -82,7 +82,8 @@ def generate(
         attention_mask: `[B, S]`, true where a token is real; padding may stand anywhere.
         max_new_tokens: of each row.
         temperature, top_k, top_p, seed: see `Sampling`; temperature 0 takes the likeliest token.
-        stop_ids: tokens that end a row; None: those that the model's folder names; empty: none.
+        stop_ids: tokens that end a row, or one such; None: those that the model's folder names;
+            empty: none.
         split_rows: every rank passes the same prompts; dp ranks take a part each, and every rank
             gets all results.
         on_token: called with (row, token) for this rank's rows as tokens come; rows are numbered
@@ -105,7 +106,8 @@ def generate(
     check_model(model)
     stops = stops_of(model)
     if stop_ids is not None:
-        stops = Stops(ids=frozenset(stop_ids), pad=stops.pad)
+        given = [stop_ids] if isinstance(stop_ids, int) else stop_ids
+        stops = Stops(ids=frozenset(map(int, given)), pad=stops.pad)
     prompts = read_prompts(input_ids, attention_mask)
     said = [sampling, max_new_tokens, sorted(stops.ids), split_rows, prompts if split_rows else ()]
     model.mesh.agree("the settings of generate", repr(said))

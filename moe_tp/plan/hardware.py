@@ -138,7 +138,7 @@ def parse_bytes(text: str) -> float:
     """Return bytes of `80GB`, `80GiB`, `80e9` or a name of `LINKS`.
 
     Raises:
-        ConfigError: it is none of these, or not positive.
+        ConfigError: it is none of these, not positive, or a small number without a unit.
     """
     if text.lower() in LINKS:
         return LINKS[text.lower()]
@@ -147,7 +147,7 @@ def parse_bytes(text: str) -> float:
         value = float(match.group(1)) if match else 0.0
     except ValueError:
         value = 0.0
-    if match is None or value <= 0:
+    if match is None or value <= 0 or (value < 1e6 and not match.group(2)):
         raise ConfigError(f"{text!r} is no number of bytes; write 80GB, 80GiB or 80e9")
     base = 1024 if match.group(3) else 1000
     return value * float(base ** " kmgt".index(match.group(2) or " "))

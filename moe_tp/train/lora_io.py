@@ -22,11 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
 from moe_tp.checkpoint.agree import together
 from moe_tp.checkpoint.rules import Piece
+from moe_tp.checkpoint.storage import local_path
 from moe_tp.errors import CheckpointError, ConfigError
 from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.parameter import local_index, to_local
@@ -111,7 +113,7 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> None:
     def write() -> None:
         if mesh.rank != 0:
             return
-        folder = Path(path)
+        folder = local_path(path)
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(_config_json(model, config, names), indent=2, sort_keys=True)
         # weights first: a folder with a configuration is complete
@@ -144,7 +146,8 @@ def load_adapter(model: nn.Module, path: str | os.PathLike[str]) -> None:
         )
     mesh = model.mesh
     world = mesh.group("world")
-    read, tensors = together(lambda: _read(model, Path(path)), world, mesh.device)
+    folder = local_path(path)
+    read, tensors = together(lambda: _read(model, folder), world, mesh.device)
     mine = lora_config(model)
     if mine is None:
         apply_lora(model, read)
@@ -154,7 +157,7 @@ def load_adapter(model: nn.Module, path: str | os.PathLike[str]) -> None:
             f"the model's adapters have {one}, but those of {path} {other}; merge_lora(model) "
             "first, or load into a model without adapters"
         )
-    together(lambda: _fill(model, tensors, Path(path)), world, mesh.device)
+    together(lambda: _fill(model, tensors, folder), world, mesh.device)
 
 
 def _read(model: Decoder, folder: Path) -> tuple[LoRAConfig, dict[str, torch.Tensor]]:
@@ -162,14 +165,23 @@ def _read(model: Decoder, folder: Path) -> tuple[LoRAConfig, dict[str, torch.Ten
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(f"{folder} is no complete PEFT folder: it lacks {missing[0]}")
-    settings = json.loads((folder / CONFIG).read_text())
+    try:
+        settings = json.loads((folder / CONFIG).read_text())
+        tensors = load_file(folder / WEIGHTS)
+    except (ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: a file of it cannot be read: {error}") from error
+    if not isinstance(settings, dict) or settings.get("peft_type", "LORA") != "LORA":
+        raise CheckpointError(f"{folder}/{CONFIG} does not describe an adapter of peft_type LORA")
+    for key in ("r", "lora_alpha"):
+        if not isinstance(settings.get(key), int | float):
+            raise CheckpointError(f"{folder}/{CONFIG}: {key}={settings.get(key)!r} is no number")
     for key in _UNKNOWN:
         if settings.get(key):
             raise CheckpointError(f"{folder}/{CONFIG}: {key}={settings[key]} is not supported")
     settings, tensors = join_experts(
         model.name_rules,
         settings,
-        load_file(folder / WEIGHTS),
+        tensors,
         root=_ROOT,
         name=lambda fqn, fqns: _peft_name(model, fqn, fqns)[:2],
         pack=pack_experts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> FinetuneConf
     tree = _parse(text, str(path))
     for word in overrides:
         override(tree, word)
-    return from_mapping(FinetuneConfig, tree, str(path))
+    return _at_home(from_mapping(FinetuneConfig, tree, str(path)))
+
+
+def _at_home(config: FinetuneConfig) -> FinetuneConfig:
+    """Return the settings with `~` in front of a path read as the home folder, as a shell does."""
+    home, data = os.path.expanduser, config.data
+    return dataclasses.replace(
+        config,
+        model=home(config.model),
+        output=home(config.output),
+        data=dataclasses.replace(
+            data,
+            train=tuple(map(home, data.train)),
+            eval=tuple(map(home, data.eval)),
+            tokenizer=data.tokenizer and home(data.tokenizer),
+            chat_template=data.chat_template and home(data.chat_template),
+        ),
+    )
 
 
 def override(tree: dict[str, Any], word: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,15 +45,22 @@ class StepOutput:
     logits: tuple[torch.Tensor, ...] = ()
 
 
-def count_targets(batches: Sequence[MicroBatch], mesh: Mesh) -> int:
+def count_targets(batches: Iterable[MicroBatch], mesh: Mesh) -> int:
     """Return the number of targets in the batches of all data-parallel ranks.
 
     Args:
         batches: this rank's micro-batches, as the model takes them.
         mesh: the mesh.
 
+    Raises:
+        DataError: one of them is no dict of arguments; on every rank.
+
     Collectives: all-reduce of two integers over dp.
     """
+    batches = list(batches)
+    unlike = [u for u in map(_unlike_a_batch, batches) if u is not None]
+    if unlike:
+        return int(count_agreed([], f"a micro-batch cannot be used: {unlike[0]}", mesh))
     found = [
         (batch["labels"], batch.get("attention_mask"), batch.get("position_ids"))
         for batch in batches
@@ -64,7 +71,7 @@ def count_targets(batches: Sequence[MicroBatch], mesh: Mesh) -> int:
 
 def forward_backward(
     model: Decoder,
-    micro_batches: Sequence[MicroBatch],
+    micro_batches: Iterable[MicroBatch],
     *,
     step: int = 0,
     backward: bool = True,
@@ -91,6 +98,7 @@ def forward_backward(
 
     Collectives: all-gather of five integers over dp; those of the calls.
     """
+    micro_batches = list(micro_batches)
     plan = _agree(model, micro_batches)
     router = model.config.moe.router
     if not (router.balance_kind == "global_batch" and router.balance_exact and router.balance_coef):
