@@ -129,3 +129,52 @@ def _unseeded() -> tuple[torch.Tensor, torch.Tensor]:
     values = [full_logical(m.experts.gate_up, m.experts.specs["gate_up"], mesh) for m in layers]
     assert len({tuple(v.flatten().tolist()) for v in values[0]}) == 4  # no two experts are alike
     return values[0], copy.deepcopy(values[1])
+
+
+@pytest.mark.parametrize(
+    ("layout", "tokens", "dispatcher", "frozen"),
+    [
+        ({"ep": 2}, [3, 4], "all_to_all", False),
+        ({"ep": 2}, [5, 0], "all_to_all", True),
+        ({"ep": 2}, [0, 5], "all_gather", False),
+        ({"tp": 2, "etp": 2}, [3, 4], "auto", True),
+    ],
+)
+def test_tokens_with_and_without_a_gradient(
+    layout: dict[str, int], tokens: list[int], dispatcher: str, frozen: bool
+) -> None:
+    """D2, C19: activations on rank 0, and on rank 1 what no gradient is wanted of (an idle rank's
+    zeros, say): no rank waits for ever, and every gradient is that of one process.
+    """
+    want = _half_of_it(None, tokens, "auto", frozen)
+    for got in run_ranks(_half_of_it, 2, layout, tokens, dispatcher, frozen, timeout=40):
+        assert want.keys() - got.keys() <= {"x"}
+        for name, value in got.items():
+            assert torch.allclose(value, want[name], rtol=1e-9, atol=1e-12), name
+
+
+def _half_of_it(
+    layout: dict[str, int] | None, tokens: list[int], dispatcher: str, frozen: bool
+) -> dict[str, torch.Tensor]:
+    mesh = mesh_of_layout(layout, dispatcher=dispatcher, timeout=20.0)
+    config = RouterConfig(4, 2, balance_coef=0.0 if frozen else 0.3, frozen=frozen)
+    moe = MoE(8, 8, config, mesh, dtype=torch.float64, seed=0, num_shared=1)
+    first, second = draw(sum(tokens), 8, dtype=torch.float64).split(tokens)
+    first.requires_grad_()
+    x = torch.cat([first, second])
+    if layout is not None:
+        x = second if mesh.rank else first
+    y, aux = moe(x)
+    assert y.requires_grad
+    (y.square().sum() + aux.loss).backward()
+    settle_gradients(moe)
+    assert second.grad is None
+    grads = {
+        entry.fqn: full_logical(entry.param.grad, entry.spec, mesh)
+        for entry in named_specs(moe)
+        if entry.param.grad is not None
+    }
+    if mesh.rank == 0:
+        assert first.grad is not None
+        grads["x"] = first.grad
+    return grads

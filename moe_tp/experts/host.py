@@ -10,9 +10,11 @@ is sharded already; both refuse, when they wrap, parameters that lie on two grid
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
+from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_tp.parallel.gradients import library_parameters
@@ -40,3 +42,25 @@ def prepare_for_ddp(model: Module) -> Module:
     known = list(getattr(model, "_ddp_params_and_buffers_to_ignore", []))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, known + names)
     return model
+
+
+def connected(x: torch.Tensor) -> torch.Tensor:
+    """Return `x`, requiring a gradient even where the host's does not: it goes nowhere then.
+
+    Ranks of one layer may bring tokens of both kinds (zeros of an idle rank beside activations),
+    but the backward of a collective takes all of them.
+    """
+    if x.requires_grad:
+        return x
+    result: torch.Tensor = _Connected.apply(x, x.new_empty(0).requires_grad_())  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Connected(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:
+        return None, None

@@ -29,6 +29,7 @@ from moe_tp.experts.dispatch import (
 )
 from moe_tp.experts.dispatchers import make_dispatcher
 from moe_tp.experts.events import note
+from moe_tp.experts.host import connected
 from moe_tp.experts.layer import GroupedExperts
 from moe_tp.experts.losses import MoEAux, Sequences, router_losses
 from moe_tp.experts.mlp import GatedMLP
@@ -156,6 +157,7 @@ class MoE(nn.Module):
                 raise ConfigError("shared_gate=True has no shared expert; set num_shared")
             self.shared_gate = ReplicatedLinear(dim, 1, mesh, dtype=dtype, init=init)
         self.tape: RoutingTape | None = None
+        self._with_others = any(mesh.size(axis) > 1 for axis in ("ep", "etp", "tp"))
         self._host_ranks = mesh.size("stage") if gradient == "mean" else 1
         for module in self.modules():
             if isinstance(module, ParallelModule):
@@ -240,6 +242,8 @@ class MoE(nn.Module):
                 f"its last dimension must be that"
             )
         x_TD = x.reshape(-1, self.dim)
+        if torch.is_grad_enabled() and self._with_others and x_TD.is_floating_point():
+            x_TD = connected(x_TD)
         if mask is None:
             return x_TD, None
         if mask.shape not in (x.shape[:-1], x_TD.shape[:1]):
