@@ -206,7 +206,7 @@ def test_bad_config_is_one_sentence(changes: dict[str, Any], words: tuple[str, .
         ("mixtral", {"num_experts": 5}, "num_local_experts=6 and num_experts=5"),
         ("mixtral", {"num_attention_heads": 0}, "num_attention_heads=0"),
         ("mixtral", {"num_hidden_layers": float("inf")}, "num_hidden_layers=inf"),
-        ("mixtral", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ("mixtral", {"initializer_range": float("nan")}, "initializer_range=nan"),
         ("mixtral", {"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06"),
         ("mixtral", {"rope_theta": 0}, "rope_theta=0"),
         ("mixtral", {"sliding_window": -1}, "sliding_window=-1"),

@@ -88,6 +88,7 @@ def test_a_layout_checks_itself(settings: dict[str, Any], word: str) -> None:
         ({"loss_chunk": 1.5}, "loss_chunk=1.5"),
         ({"compute_dtype": torch.int32}, "compute_dtype=torch.int32"),
         ({"wire_dtype": "bf16"}, "wire_dtype='bf16'"),
+        ({"compute_dtype": torch.float8_e4m3fn}, "compute_dtype=torch.float8_e4m3fn"),
         ({"master_dtype": torch.bool}, "master_dtype=torch.bool"),
         ({"timeout": 0.0}, "timeout=0.0"),
         ({"timeout": math.nan}, "timeout=nan"),

@@ -16,7 +16,13 @@ from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.testing import run_ranks
 from moe_tp.train.config import DataConfig
-from moe_tp.train.data import DataStream, epoch_order, evaluation_batches, load_rows
+from moe_tp.train.data import (
+    DataStream,
+    epoch_order,
+    evaluation_batches,
+    load_rows,
+    warn_of_length,
+)
 from moe_tp.train.documents import Document
 from moe_tp.train.rows import Rows, make_rows
 from moe_tp.train.step import forward_backward
@@ -127,6 +133,14 @@ def test_resuming_goes_on_where_it_stopped() -> None:
         stream.restore({"position": 12, "rows": 30, "seed": 3})
     with pytest.raises(ConfigError, match="no multiple of micro_batch x dp = 5 x 1"):
         DataStream(rows, seed=3, global_batch=12, micro_batch=5)
+
+
+def test_rows_longer_than_the_model_knows(caplog: pytest.LogCaptureFixture) -> None:
+    """Positions that no training has seen give worse answers without a word; so there is one."""
+    warn_of_length(24, 24)
+    assert not caplog.messages
+    warn_of_length(25, 24)
+    assert "data.seq_len=25 is more than the 24 positions" in caplog.text
 
 
 @pytest.mark.parametrize(("dp", "micro_batch"), [(1, 4), (2, 2), (3, 5), (4, 1)])

@@ -172,6 +172,35 @@ def test_token_ids(folder: Path) -> None:
     assert plain.labels == [5, 6]
 
 
+def test_masked_tokens_are_left_out(folder: Path) -> None:
+    """R6: padding of data that was tokenised elsewhere is neither read nor learned."""
+    record = {"input_ids": [0, 5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 0]}
+    (made,) = documents(folder, "a.jsonl", json.dumps(record))
+    assert (made.ids, made.labels) == ([5, 6, 7], [5, 6, 7])
+    record["labels"] = [-100, -100, 6, 7, -100]
+    (made,) = documents(folder, "b.jsonl", json.dumps(record))
+    assert (made.ids, made.labels) == ([5, 6, 7], [-100, 6, 7])
+
+
+def test_parts_of_a_message_are_joined(folder: Path) -> None:
+    """A template would print a list with its brackets, and a missing answer as 'None'."""
+    (folder / "chat_template.jinja").write_text(CHATML)
+    plain = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    made = [
+        documents(folder, name, json.dumps({"messages": [{**plain[0], "content": c}, plain[1]]}))
+        for name, c in (("a.jsonl", "ab"), ("b.jsonl", parts))
+    ]
+    assert made[0] == made[1]
+    picture = [{"type": "image_url", "image_url": "x"}]
+    for name, content, said in (("c", None, "has no content"), ("d", picture, "no text")):
+        turns = [plain[0], {"role": "assistant", "content": content}]
+        with pytest.raises(DataError, match=said):
+            documents(folder, f"{name}.jsonl", json.dumps({"messages": turns}))
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert documents(folder, "e.jsonl", json.dumps({"messages": [plain[0], called]}))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -189,6 +218,7 @@ def test_token_ids(folder: Path) -> None:
         ("a.jsonl", '{"input_ids": [5, -1]}', "token id -1 lies outside"),
         ("a.jsonl", '{"input_ids": [5], "labels": [1, 2]}', "2 labels for 1 input_ids"),
         ("a.jsonl", '{"input_ids": [5], "labels": [500]}', "label 500 is neither"),
+        ("a.jsonl", '{"input_ids": [5], "attention_mask": []}', "one value for each input_id"),
         ("a.jsonl", '{"input_ids": ["a"]}', "must be a list of whole numbers"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}', "has no chat template"),
         ("a.jsonl", '{"messages": []}', "at least one turn"),

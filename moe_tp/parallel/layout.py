@@ -175,9 +175,12 @@ class Runtime:
         for name in ("compute_dtype", "master_dtype", "wire_dtype"):
             value = getattr(self, name)
             known = isinstance(value, torch.dtype) and value.is_floating_point
+            if known and name != "wire_dtype":
+                known = value.itemsize > 1  # nothing adds or multiplies numbers of 8 bits
             if value is not None and not known:
                 raise ConfigError(
-                    f"{name}={value!r} is not a floating-point dtype; choose torch.bfloat16, say"
+                    f"{name}={value!r} is no floating-point dtype to compute in; choose "
+                    f"torch.bfloat16, say"
                 )
         if self.dispatch_rows is not None and self.dispatch_rows < 1:
             raise ConfigError(f"dispatch_rows={self.dispatch_rows} must be at least 1, or None")

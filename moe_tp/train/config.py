@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -28,6 +30,10 @@ _AT_LEAST_0 = (
     "warmup_steps", "sample_every", "eval_every", "save_every", "keep_best", "probe_tokens"
 )  # fmt: skip
 
+_NOT_NEGATIVE = (
+    "lr", "router_lr", "weight_decay", "eps", "max_grad_norm", "balance_coef", "z_coef"
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
@@ -39,8 +45,8 @@ class DataConfig:
         eval: likewise, held out; none: no evaluation.
         format: of a record. `text`: {text}; `messages`: {messages: [{role, content}]}; `prompt`:
             {prompt, completion}; `alpaca`: {instruction, input, output}; `sharegpt`:
-            {conversations: [{from, value}]}; `tokens`: {input_ids, labels}; `auto` goes by the
-            keys of each file's first record.
+            {conversations: [{from, value}]}; `tokens`: {input_ids, labels, attention_mask}, of
+            which what is masked is left out; `auto` goes by the keys of each file's first record.
         columns: name that this library reads -> name in the files, where they differ.
         seq_len: tokens a row.
         packing: put several documents in a row, with no attention and no target across.
@@ -192,8 +198,13 @@ class TrainConfig:
             _at_least("train.steps", self.steps, 1)
         if self.epochs is not None and not self.epochs > 0:
             raise ConfigError(f"train.epochs={self.epochs} must be above 0")
-        if not self.lr >= 0:
-            raise ConfigError(f"train.lr={self.lr} must not be negative")
+        for name in _NOT_NEGATIVE:
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"train.{name}={value} must be a finite number, 0 or above")
+        for name, values in (("betas", self.betas), ("momentum", (self.momentum,))):
+            if not all(0 <= value < 1 for value in values):
+                raise ConfigError(f"train.{name}={getattr(self, name)} must lie in [0, 1)")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ConfigError(f"train.min_lr_ratio={self.min_lr_ratio} must lie in [0, 1]")
         plain = self.optimizer == "adamw" and self.moments == "float32"
@@ -251,6 +262,8 @@ class FinetuneConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if os.path.realpath(self.output) == os.path.realpath(self.model):
+            raise ConfigError(f"output={self.output} is the model's own folder; choose another")
         if self.lora is not None and (self.train.freeze or self.train.only):
             raise ConfigError(
                 "train.freeze and train.only choose among the model's weights, and lora freezes "

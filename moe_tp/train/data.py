@@ -20,6 +20,7 @@ import torch
 
 from moe_tp.checkpoint.agree import together
 from moe_tp.errors import CheckpointError, ConfigError, DataError
+from moe_tp.log import warn_once
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.train.config import DataConfig
 from moe_tp.train.documents import Document, DocumentMaker
@@ -243,3 +244,18 @@ def evaluation_batches(
         start = first + dp_rank * micro_batch
         numbers = range(start, min(start + micro_batch, len(rows)))
         yield [dict(rows.batch(numbers, length=length))] if numbers else []
+
+
+def warn_of_length(seq_len: int, positions: int) -> None:
+    """Warn where rows are longer than the positions that a model was trained on.
+
+    Args:
+        seq_len: tokens a row.
+        positions: `max_position_embeddings` of the model.
+    """
+    if seq_len > positions:
+        warn_once(
+            f"data.seq_len={seq_len}",
+            f"data.seq_len={seq_len} is more than the {positions} positions that the model knows "
+            f"(max_position_embeddings); shorten it, or change the model's rope",
+        )

@@ -16,6 +16,29 @@ from moe_tp.train.files import Record
 from moe_tp.train.tokenizer import Tokenizer, load_tokenizer
 
 
+def _as_text(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return a message whose content is text where it was a list of parts, all of them text.
+
+    Templates print what is no text as Python does: 'None', or a list with its brackets.
+
+    Raises:
+        DataError: a part is no text, or there is no content (fine beside calls of tools).
+    """
+    content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        raise DataError(f"{where}: a message of role {message['role']!r} has no content")
+    if not isinstance(content, list):
+        return message
+    found = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    parts = [part for part in found if isinstance(part, str)]
+    if len(parts) < len(found):
+        raise DataError(
+            f"{where}: a message of role {message['role']!r} has parts that are no text, which "
+            f"this library cannot learn from"
+        )
+    return {**message, "content": "".join(parts)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
     """Tokens that may attend to each other.
@@ -137,10 +160,17 @@ class DocumentMaker:
         for name, value in (("input_ids", ids), ("labels", ids if labels is None else labels)):
             if not isinstance(value, list) or not all(type(i) is int for i in value):
                 raise DataError(f"{where}: {name} must be a list of whole numbers")
+        if labels is not None and len(labels) != len(ids):
+            raise DataError(f"{where}: {len(labels)} labels for {len(ids)} input_ids")
+        mask = fields.get("attention_mask")
+        if mask is not None:
+            if not isinstance(mask, list) or len(mask) != len(ids):
+                raise DataError(f"{where}: attention_mask must hold one value for each input_id")
+            ids = [i for i, real in zip(ids, mask, strict=True) if real]
+            if labels is not None:
+                labels = [i for i, real in zip(labels, mask, strict=True) if real]
         if labels is None:
             return Document(ids=ids, labels=list(ids), splits=True)
-        if len(labels) != len(ids):
-            raise DataError(f"{where}: {len(labels)} labels for {len(ids)} input_ids")
         wrong = [v for v in labels if v != IGNORE and not 0 <= v < self.vocab_size]
         if wrong:
             raise DataError(
@@ -211,6 +241,7 @@ class DocumentMaker:
         if not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
             raise DataError(f"{where}: each message must be an object with a 'role'")
         template = self._chat(where)
+        messages = [_as_text(message, where) for message in messages]
         tools = fields.get("tools")
         if isinstance(tools, str):
             tools = json.loads(tools) if tools.strip() else None

@@ -18,7 +18,7 @@ from moe_tp.parallel.gradients import clip_grad_norm, settle_gradients
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.train.baseline import unigram_loss
 from moe_tp.train.config import FinetuneConfig
-from moe_tp.train.data import DataStream, load_rows
+from moe_tp.train.data import DataStream, load_rows, warn_of_length
 from moe_tp.train.evaluate import evaluate
 from moe_tp.train.freeze import choose_trained
 from moe_tp.train.health import non_finite_parameter, peak_memory
@@ -103,6 +103,7 @@ class Run:
         self.model = from_pretrained(
             config.model, mesh, dtype=mesh.runtime.master_dtype or torch.float32
         )
+        warn_of_length(config.data.seq_len, self.model.config.max_positions)
         self.model.seed = config.seed
         self._own_dropout = self.model.config.residual_dropout
         if config.train.residual_dropout is not None:
