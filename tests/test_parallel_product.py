@@ -23,7 +23,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool(torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-4))
 
 
-@pytest.mark.parametrize("rows", [3, 40, 1100])
+@pytest.mark.parametrize("rows", [1, 3, 1100])
 def test_products(by_onednn: bool, rows: int) -> None:
     """All forms, sizes on both sides of the bounds: what fp64 says, `out` and `total` filled."""
     torch.manual_seed(0)
@@ -55,8 +55,8 @@ def test_onednn_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "_onednn", noted)
     for dtype in (torch.float64, torch.bfloat16):
         linear(torch.zeros(512, 512, dtype=dtype), torch.zeros(512, 512, dtype=dtype), None)
-    linear(torch.zeros(8, 4096), torch.zeros(4096, 4096), None)
-    linear(torch.zeros(64, 64), torch.zeros(64, 64), None)
+    linear(torch.zeros(8, 64), torch.zeros(64, 64), None)
     assert not asked
-    linear(torch.zeros(512, 512), torch.zeros(512, 512), None)
-    assert asked == [(512, 512)]
+    for rows in (1, 512):
+        linear(torch.zeros(rows, 512), torch.zeros(512, 512), None)
+    assert asked == [(1, 512), (512, 512)]

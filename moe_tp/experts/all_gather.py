@@ -24,11 +24,11 @@ from moe_tp.experts.dispatch import Received, Wire
 from moe_tp.experts.local import sort_pairs
 from moe_tp.parallel.collectives import (
     Group,
-    apply_function,
     raw_all_gather,
     raw_all_gather_rows,
     raw_reduce_scatter_rows,
 )
+from moe_tp.parallel.functions import apply_function
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.routing.assignment import Assignment
 from moe_tp.routing.table import ExpertTable, slots_of_ids

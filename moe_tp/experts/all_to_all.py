@@ -42,11 +42,11 @@ from moe_tp.experts.wire import FP8, check_wire, decode_rows, encode, return_dty
 from moe_tp.parallel.collectives import (
     Group,
     all_gather_rows,
-    apply_function,
     raw_all_gather_rows,
     raw_all_to_all,
     raw_reduce_scatter_rows,
 )
+from moe_tp.parallel.functions import apply_function
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.routing.assignment import Assignment
 from moe_tp.routing.select import count_experts

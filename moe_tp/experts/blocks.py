@@ -42,6 +42,11 @@ class Block:
     ends_e: torch.Tensor | None = None
     valid_P1: torch.Tensor | None = None
 
+    @property
+    def busy(self) -> int:
+        """Experts with rows."""
+        return len(self.counts) - self.counts.count(0)
+
     def own(self, value_e: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return what each of the block's experts has of a stack."""
         return value_e[self.first : self.first + len(self.counts)].unbind(0)
@@ -63,6 +68,14 @@ class Block:
         if self.ends_e is None:
             if out is None:
                 out = x_nN.new_empty((x_nN.shape[0], weight_eNK.shape[2]))
+            if 2 * self.busy <= len(self.counts):  # a few tokens that meet a few of many experts
+                start = 0
+                for slot, count in enumerate(self.counts, self.first):
+                    if count:
+                        own = slice(start, start + count)
+                        product(x_nN[own], weight_eNK[slot], out[own])
+                        start += count
+                return out
             for x, weight, y in zip(
                 self.rows(x_nN), self.own(weight_eNK), self.rows(out), strict=True
             ):

@@ -22,7 +22,7 @@ from torch.autograd import Function
 from moe_tp.errors import ConfigError
 from moe_tp.experts.dispatch import Received
 from moe_tp.experts.local import sort_pairs
-from moe_tp.parallel.collectives import apply_function
+from moe_tp.parallel.functions import apply_function
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.routing.assignment import Assignment
 from moe_tp.routing.table import ExpertTable, slots_of_ids

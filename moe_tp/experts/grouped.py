@@ -29,7 +29,8 @@ from moe_tp.experts.activation import Activation
 from moe_tp.experts.dispatch import Received
 from moe_tp.experts.kernel import ExpertKernel, Options
 from moe_tp.experts.row_dropout import RowDropout
-from moe_tp.parallel.collectives import accumulate_dtype, apply_function
+from moe_tp.parallel.collectives import accumulate_dtype
+from moe_tp.parallel.functions import apply_function
 
 Backend = Literal["auto", "loop", "sliced", "grouped_mm"]
 BACKENDS: tuple[Backend, ...] = ("auto", "loop", "sliced", "grouped_mm")

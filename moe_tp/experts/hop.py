@@ -21,13 +21,13 @@ from moe_tp.experts.rows import SumPlan, plan_sums, sum_rows
 from moe_tp.parallel.collectives import (
     Group,
     Phase,
-    apply_function,
     exchange_counts,
     finish,
     raw_all_gather,
     raw_all_to_all,
     start_all_to_all,
 )
+from moe_tp.parallel.functions import apply_function
 from moe_tp.routing.select import count_experts
 
 COUNT_BYTES = 16  # of the counts for a rank

@@ -15,7 +15,8 @@ from torch.autograd import Function
 
 from moe_tp.errors import RoutingError
 from moe_tp.log import warn_once
-from moe_tp.parallel.collectives import apply_function, raw_all_reduce
+from moe_tp.parallel.collectives import raw_all_reduce
+from moe_tp.parallel.functions import apply_function
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import ZEROS, Init, ParallelModule, ParamSpec, to_local
 from moe_tp.parallel.random import DropoutKey, hash_bits, key_of

@@ -32,6 +32,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd import Function
 
+from moe_tp.parallel.functions import apply_function
 from moe_tp.parallel.recompute import keep_tensor, kept_tensor
 
 Phase = Literal["forward", "backward"]
@@ -340,11 +341,6 @@ def _scatter_sum(x: torch.Tensor, group: Group, dim: int, phase: Phase) -> torch
     if dim == 0:
         return raw_reduce_scatter_rows(x, share, group, phase=phase)
     return raw_reduce_scatter_rows(x.movedim(dim, 0), share, group, phase=phase).movedim(0, dim)
-
-
-def apply_function(function: Any, *args: Any) -> Any:
-    """Return `function.apply(*args)` for an autograd Function, which torch leaves untyped."""
-    return function.apply(*args)
 
 
 def _run(function: Any, x: torch.Tensor, group: Group, *args: Any) -> torch.Tensor:

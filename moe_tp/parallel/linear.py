@@ -18,10 +18,10 @@ from torch.autograd import Function
 from moe_tp.parallel.collectives import (
     Group,
     accumulate_dtype,
-    apply_function,
     raw_all_gather,
     raw_reduce_scatter_rows,
 )
+from moe_tp.parallel.functions import apply_function
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import ZEROS, Init, ParallelModule, ParamSpec
 from moe_tp.parallel.product import add_product, linear, product

@@ -23,7 +23,8 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from moe_tp.errors import ConfigError
-from moe_tp.parallel.collectives import apply_function, raw_all_gather
+from moe_tp.parallel.collectives import raw_all_gather
+from moe_tp.parallel.functions import apply_function
 from moe_tp.parallel.mesh import Domain, Mesh
 from moe_tp.parallel.random import fill_normal, key_of
 
@@ -184,8 +185,12 @@ class ParallelModule(nn.Module):
     def local(self, name: str) -> torch.Tensor:
         """Return this rank's part of a parameter, on the autograd path, in the compute dtype."""
         param, spec = getattr(self, name), self.specs[name]
-        value: torch.Tensor = param.to_local(grad_placements=gradient_placements(param, spec))
-        if spec.role in ("bias", "norm") or len(spec.shape) < 2:
+        tracked = torch.is_grad_enabled()
+        placements = gradient_placements(param, spec) if tracked else None
+        value: torch.Tensor = param.to_local(grad_placements=placements)
+        if not tracked:
+            value = value.detach()
+        elif spec.role in ("bias", "norm") or len(spec.shape) < 2:
             value = apply_function(_OwnGradient, value)
         dtype = self.mesh.runtime.compute_dtype
         if dtype is None or spec.keep_fp32 or dtype == value.dtype:

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-_FEWEST_ROWS = 16  # below, reading the weight is all that counts
-_LEAST_WORK = 1 << 21  # multiplications; below, oneDNN's larger cost of a call shows
+_LEAST_WORK = 1 << 17  # multiplications; below, oneDNN's larger cost of a call shows
 _PIECE = 1 << 18  # elements of one transposed product: what is copied then lies in cache
 
 
@@ -37,9 +36,7 @@ def _by_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != torch.float32 or not a.is_cpu or torch.compiler.is_compiling():
         return False
     (rows, inner), columns = a.shape, b.shape[1]
-    if min(rows, columns) < _FEWEST_ROWS or rows * inner * columns < _LEAST_WORK:
-        return False
-    return _prefers_onednn()
+    return rows * inner * columns >= _LEAST_WORK and _prefers_onednn()
 
 
 def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -11,9 +11,9 @@ from moe_tp.parallel.collectives import (
     Group,
     accumulate_dtype,
     all_reduce,
-    apply_function,
     replicate,
 )
+from moe_tp.parallel.functions import apply_function
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import ONES, ParallelModule, ParamSpec
 

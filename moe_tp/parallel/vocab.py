@@ -18,12 +18,12 @@ from moe_tp.parallel.collectives import (
     Group,
     accumulate_dtype,
     all_gather,
-    apply_function,
     raw_all_gather,
     raw_all_reduce,
     raw_reduce_scatter_rows,
     reduce_scatter,
 )
+from moe_tp.parallel.functions import apply_function
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import Init, ParallelModule, ParamSpec
 from moe_tp.parallel.product import add_product, linear, product

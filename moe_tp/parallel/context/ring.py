@@ -18,10 +18,10 @@ from moe_tp.parallel.collectives import (
     Group,
     Phase,
     accumulate_dtype,
-    apply_function,
     finish,
     start_all_to_all,
 )
+from moe_tp.parallel.functions import apply_function
 
 Mask = Callable[[int], torch.Tensor]
 _ROWS = 1024  # query rows whose scores exist at a time
