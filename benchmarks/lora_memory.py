@@ -2,6 +2,8 @@
 
     python benchmarks/lora_memory.py [--tokens 512] [--rank 8] [--write]
 
+Rows `int8` and `int4` keep the experts' frozen weights so (`LoRAConfig.base`).
+
 A random Mixtral (about 440 MB in fp32) is written to a temporary folder. Each of the two loads it
 in a process of its own, puts adapters on attention and experts and does three optimiser steps on
 the same tokens. "Above the base" is the most memory that the process held (VmHWM) during these
@@ -12,6 +14,7 @@ counted from the tensors, and the rest is activations and work space.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import gc
 import json
@@ -39,7 +42,8 @@ CONFIG: dict[str, Any] = {
     "router_aux_loss_coef": 0.0,
 }
 STEPS = 3
-COLUMNS = ("adapters", "gradients", "states", "above the base", "of it work space", "loss")
+LIBRARIES = ("moe_tp", "int8", "int4", "peft")
+COLUMNS = ("base", "adapters", "gradients", "states", "above the base", "of it work space", "loss")
 
 
 def resident(name: str = "VmRSS") -> int:
@@ -50,18 +54,27 @@ def resident(name: str = "VmRSS") -> int:
     raise RuntimeError(f"/proc/self/status has no {name}")
 
 
+def weights_of(model: torch.nn.Module) -> int:
+    """Return the bytes of frozen parameters, and of weights that are none any more."""
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    return frozen + sum(b.nbytes for n, b in model.named_buffers() if ".quantized." in n)
+
+
 def measure(library: str, folder: str, tokens: int, rank: int) -> dict[str, Any]:
     """Return the bytes of one library's three steps."""
     torch.manual_seed(0)
     ids = torch.randint(0, CONFIG["vocab_size"], (tokens // 128, 128))
-    if library == "moe_tp":
+    if library != "peft":
         from moe_tp import Mesh, forward_backward, settle_gradients
         from moe_tp.models import from_pretrained
         from moe_tp.train import LoRAConfig, apply_lora
 
         model: Any = from_pretrained(folder, Mesh.single(), dtype=torch.float32)
         base = settle()
-        apply_lora(model, LoRAConfig(rank=rank, alpha=16.0))
+        kind = None if library == "moe_tp" else library
+        apply_lora(model, LoRAConfig(rank=rank, alpha=16.0, base=kind))
+        if kind is not None:  # what the weights left behind is given back first
+            base = settle() - sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
         def step() -> float:
             out = forward_backward(model, [{"input_ids": ids, "labels": ids}])
@@ -95,6 +108,7 @@ def measure(library: str, folder: str, tokens: int, rank: int) -> dict[str, Any]
         optimizer.step()
     states = [t for state in optimizer.state.values() for t in state.values()]
     found = {
+        "base": weights_of(model),
         "adapters": sum(p.nbytes for p in trained),
         "gradients": sum(p.grad.nbytes for p in trained if p.grad is not None),
         "states": sum(t.nbytes for t in states if isinstance(t, torch.Tensor)),
@@ -107,6 +121,7 @@ def measure(library: str, folder: str, tokens: int, rank: int) -> dict[str, Any]
 def settle() -> int:
     """Return the bytes held now, from where the most is counted anew."""
     gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return resident()
 
@@ -129,7 +144,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--write", action="store_true", help="write the dated table")
-    parser.add_argument("--only", choices=("moe_tp", "peft"), help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=LIBRARIES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(2)
@@ -140,7 +155,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         experts = write_base(Path(folder))
         rows = {}
-        for library in ("moe_tp", "peft"):
+        for library in LIBRARIES:
             command = [sys.executable, __file__, "--only", library, "--folder", folder, *words]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             rows[library] = json.loads(done.stdout.splitlines()[-1])

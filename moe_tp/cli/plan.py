@@ -38,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network", metavar="RATE", help="between nodes: ib400, eth100, 50GB")
     parser.add_argument("--mode", choices=("full", "lora"), default="full")
     parser.add_argument("--lora-rank", type=int, default=16, metavar="R")
+    parser.add_argument(
+        "--lora-base",
+        choices=("loaded", "int8", "int4"),
+        default="loaded",
+        help="what the experts' frozen weights are kept in (loaded)",
+    )
     parser.add_argument("--seq-len", type=int, default=4096, metavar="TOKENS")
     parser.add_argument("--global-batch", type=int, default=256, metavar="SEQUENCES")
     parser.add_argument("--micro-batch", type=int, default=1, metavar="SEQUENCES")
@@ -85,6 +91,7 @@ def run(options: argparse.Namespace) -> int:
         dp_replicate=options.dp_replicate,
         offload=options.offload,
         lora_rank=options.lora_rank,
+        lora_base=options.lora_base,
         skew=options.skew,
     )
     plan = search(

@@ -11,15 +11,18 @@ kernel is written once against the three products below.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from moe_tp.experts import workspace
+from moe_tp.experts.quantized import QuantizedStack
 from moe_tp.experts.rows import plan_sums, sum_rows
 from moe_tp.parallel.product import product
 
+Stack = torch.Tensor | QuantizedStack  # the matrices of all experts
 PASS = 1 << 19  # elements of the activation in one pass: a few buffers of it stay in cache
 
 
@@ -56,15 +59,21 @@ class Block:
         return value_n.split_with_sizes(self.counts)
 
     def nt(
-        self, x_nK: torch.Tensor, weight_eNK: torch.Tensor, out: torch.Tensor | None = None
+        self, x_nK: torch.Tensor, weight_eNK: Stack, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return `x W^T` for each row's expert, `[n, N]`; in `out` where that is of use."""
+        if isinstance(weight_eNK, QuantizedStack):
+            made = weight_eNK.matrices(self.first, self.counts, x_nK.dtype, transposed=True)
+            return self._one_by_one(x_nK, made, weight_eNK.shape[1], out)
         return self.nn(x_nK, weight_eNK.transpose(-2, -1), out)
 
     def nn(
-        self, x_nN: torch.Tensor, weight_eNK: torch.Tensor, out: torch.Tensor | None = None
+        self, x_nN: torch.Tensor, weight_eNK: Stack, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return `x W` for each row's expert, `[n, K]`; in `out` where that is of use."""
+        if isinstance(weight_eNK, QuantizedStack):
+            made = weight_eNK.matrices(self.first, self.counts, x_nN.dtype, transposed=False)
+            return self._one_by_one(x_nN, made, weight_eNK.shape[2], out)
         if self.ends_e is None:
             if out is None:
                 out = x_nN.new_empty((x_nN.shape[0], weight_eNK.shape[2]))
@@ -76,12 +85,21 @@ class Block:
                         product(x_nN[own], weight_eNK[slot], out[own])
                         start += count
                 return out
-            for x, weight, y in zip(
-                self.rows(x_nN), self.own(weight_eNK), self.rows(out), strict=True
-            ):
-                product(x, weight, y)
-            return out
+            return self._one_by_one(x_nN, self.own(weight_eNK), weight_eNK.shape[2], out)
         return F.grouped_mm(x_nN, weight_eNK, offs=self.ends_e)
+
+    def _one_by_one(
+        self,
+        x_n: torch.Tensor,
+        weights: Iterable[torch.Tensor],
+        columns: int,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if out is None:
+            out = x_n.new_empty((x_n.shape[0], columns))
+        for x, weight, y in zip(self.rows(x_n), weights, self.rows(out), strict=True):
+            product(x, weight, y)
+        return out
 
     def tn(self, a_nN: torch.Tensor, b_nK: torch.Tensor, out_eNK: torch.Tensor) -> None:
         """Fill the block's experts of `out_eNK` with `a^T b`, zero for an expert without rows."""

@@ -26,8 +26,10 @@ import torch.nn.functional as F
 
 from moe_tp.errors import ConfigError
 from moe_tp.experts.activation import Activation
+from moe_tp.experts.blocks import Stack
 from moe_tp.experts.dispatch import Received
 from moe_tp.experts.kernel import ExpertKernel, Options
+from moe_tp.experts.quantized import QuantizedStack
 from moe_tp.experts.row_dropout import RowDropout
 from moe_tp.parallel.collectives import accumulate_dtype
 from moe_tp.parallel.functions import apply_function
@@ -62,8 +64,8 @@ class LowRank:
 
 def experts_forward(
     received: Received,
-    gate_up_e2FD: torch.Tensor,
-    down_eDF: torch.Tensor,
+    gate_up_e2FD: Stack,
+    down_eDF: Stack,
     *,
     activation: Activation,
     gate_up_bias_e2F: torch.Tensor | None = None,
@@ -76,8 +78,7 @@ def experts_forward(
 
     Args:
         received: rows and pairs, from a dispatcher.
-        gate_up_e2FD: gate and up projections.
-        down_eDF: down projections.
+        gate_up_e2FD, down_eDF: gate and up, and down projections; frozen where they are quantised.
         activation: see `moe_tp.experts.activation`.
         gate_up_bias_e2F, down_bias_eD: biases, or None.
         adapter: low-rank terms to add, or None.
@@ -85,7 +86,8 @@ def experts_forward(
         recompute: save no pre-activation (2F a pair); backward computes it again.
 
     Raises:
-        ConfigError: the adapter's terms depend on the tokens, which the dispatcher does not name.
+        ConfigError: the adapter's terms depend on the tokens, which the dispatcher does not name;
+            the back end is unknown or cannot compute this.
 
     Collectives: none.
     """
@@ -99,7 +101,12 @@ def experts_forward(
             )
         terms = replace(terms, dropout=replace(terms.dropout, identity_R=received.identity_R))
     chosen = _choose(backend, received.rows_RD, gate_up_e2FD)
-    if chosen == "loop":
+    quantized = None
+    if isinstance(gate_up_e2FD, QuantizedStack) and isinstance(down_eDF, QuantizedStack):
+        quantized = (gate_up_e2FD, down_eDF)
+    elif chosen == "loop":
+        assert isinstance(gate_up_e2FD, torch.Tensor)
+        assert isinstance(down_eDF, torch.Tensor)
         return _loop(
             received,
             gate_up_e2FD,
@@ -113,8 +120,8 @@ def experts_forward(
         ExpertKernel,
         received.rows_RD,
         received.pair_weight_P,
-        gate_up_e2FD,
-        down_eDF,
+        None if quantized else gate_up_e2FD,
+        None if quantized else down_eDF,
         gate_up_bias_e2F,
         down_bias_eD,
         terms.gate_up_a,
@@ -131,17 +138,25 @@ def experts_forward(
             scale=terms.scale,
             early=received.early,
             dropout=terms.dropout,
+            quantized=quantized,
         ),
     )
     return out
 
 
-def _choose(backend: Backend, rows_RD: torch.Tensor, gate_up_e2FD: torch.Tensor) -> Backend:
+def _choose(backend: Backend, rows_RD: torch.Tensor, gate_up_e2FD: Stack) -> Backend:
     if backend not in BACKENDS:
         raise ConfigError(
             f"experts={backend!r} is no back end of the expert compute; choose one of "
             f"{', '.join(BACKENDS)}"
         )
+    if isinstance(gate_up_e2FD, QuantizedStack):
+        if backend in ("loop", "grouped_mm"):
+            raise ConfigError(
+                f"experts={backend!r} does not take quantised weights back one expert at a time; "
+                "choose experts='auto' or 'sliced'"
+            )
+        return "sliced"
     # grouped_mm wants row strides that are multiples of 16 bytes, and knows no fp64
     hidden, width = gate_up_e2FD.shape[-2:]
     size = rows_RD.element_size()

@@ -22,9 +22,10 @@ from torch.autograd.function import once_differentiable
 
 from moe_tp.experts import workspace
 from moe_tp.experts.activation import Activation
-from moe_tp.experts.blocks import Block, Scratch, make_blocks
+from moe_tp.experts.blocks import Block, Scratch, Stack, make_blocks
 from moe_tp.experts.elementwise import activate, activate_backward
 from moe_tp.experts.events import note
+from moe_tp.experts.quantized import QuantizedStack
 from moe_tp.experts.row_dropout import RowDropout
 
 
@@ -39,14 +40,15 @@ class Options:
     scale: float
     early: Callable[[torch.Tensor], None] | None = None
     dropout: RowDropout | None = None
+    quantized: tuple[QuantizedStack, QuantizedStack] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class _Weights:
     """The kernel's parameters, gate and up as one matrix."""
 
-    gate_up_eND: torch.Tensor
-    down_eDF: torch.Tensor
+    gate_up_eND: Stack
+    down_eDF: Stack
     gate_up_bias_eN: torch.Tensor | None
     down_bias_eD: torch.Tensor | None
     gate_up_a: torch.Tensor | None
@@ -291,8 +293,8 @@ class ExpertKernel(Function):
         ctx: Any,
         rows_RD: torch.Tensor,
         weight_P: torch.Tensor,
-        gate_up_e2FD: torch.Tensor,
-        down_eDF: torch.Tensor,
+        gate_up_e2FD: torch.Tensor | None,
+        down_eDF: torch.Tensor | None,
         gate_up_bias_e2F: torch.Tensor | None,
         down_bias_eD: torch.Tensor | None,
         gate_up_a: torch.Tensor | None,
@@ -403,7 +405,7 @@ class ExpertKernel(Function):
         return (
             d_rows_RD,
             d_weight_P.to(weight_P.dtype) if ctx.needs_input_grad[1] else None,
-            grads.get("gate_up_eND", gate_up.shape),
+            grads.get("gate_up_eND", gate_up.shape if gate_up is not None else None),
             grads.get("down_eDF"),
             grads.get("gate_up_bias_eN", biases[0].shape if biases[0] is not None else None),
             *(grads.get(name) for name in _PARAMETERS[3:]),
@@ -426,16 +428,22 @@ _PARAMETERS = (
 
 
 def _weights(
-    gate_up_e2FD: torch.Tensor,
-    down_eDF: torch.Tensor,
+    gate_up_e2FD: torch.Tensor | None,
+    down_eDF: torch.Tensor | None,
     biases: Any,
     adapters: Any,
     options: Options,
 ) -> _Weights:
     gate_up_bias, down_bias = biases
+    stacks: tuple[Stack, Stack]
+    if gate_up_e2FD is None or down_eDF is None:
+        assert options.quantized is not None
+        stacks = options.quantized
+    else:
+        stacks = (gate_up_e2FD.flatten(1, 2), down_eDF)
     return _Weights(
-        gate_up_eND=gate_up_e2FD.flatten(1, 2),
-        down_eDF=down_eDF,
+        gate_up_eND=stacks[0],
+        down_eDF=stacks[1],
         gate_up_bias_eN=None if gate_up_bias is None else gate_up_bias.flatten(1, 2),
         down_bias_eD=down_bias,
         gate_up_a=adapters[0],

@@ -9,14 +9,18 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from moe_tp.errors import ConfigError
 from moe_tp.experts.activation import Activation, SwiGLU
 from moe_tp.experts.dispatch import Received
 from moe_tp.experts.grouped import BACKENDS, Backend, LowRank, experts_forward
+from moe_tp.experts.quantized import Kind, QuantizedStack, blocks_of
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import ZEROS, Init, ParallelModule, ParamSpec
+from moe_tp.parallel.parameter import ZEROS, Init, ParallelModule, ParamSpec, to_local
 from moe_tp.routing.table import ExpertTable
+
+_WEIGHTS = ("gate_up", "down")
 
 
 class Adapter(Protocol):
@@ -48,7 +52,8 @@ def refuse_replicas(table: ExpertTable) -> None:
 class GroupedExperts(ParallelModule):
     """All experts of a layer: `gate_up [E, 2, F, D]` and `down [E, D, F]`.
 
-    E is split over ep (by the expert table's slots), F over etp.
+    E is split over ep (by the expert table's slots), F over etp. While `quantized` is set both are
+    frozen and lie there (see `moe_tp.experts.quantized`), and the parameters are None.
 
     Args:
         dim: D.
@@ -92,7 +97,7 @@ class GroupedExperts(ParallelModule):
         self.table = table
         self.activation = activation or SwiGLU()
         self.adapter: Adapter | None = None
-        self._dtype = dtype
+        self.quantized: nn.ModuleDict | None = None
         shards, slots = {"ep": 0, "etp": 2}, table.slots
         shapes = {"gate_up": (experts, 2, expert_dim, dim), "down": (experts, dim, expert_dim)}
         for name, shape in shapes.items():
@@ -123,9 +128,49 @@ class GroupedExperts(ParallelModule):
             self.add_parameter("down_bias", spec, dtype)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the projections, which a quantised one had when it was loaded."""
+        if self.quantized is not None:
+            return self._stack("gate_up").dtype
+        return self.get_parameter("gate_up").dtype
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype in which rows must arrive."""
-        return self.mesh.runtime.compute_dtype or self.get_parameter("gate_up").dtype
+        return self.mesh.runtime.compute_dtype or self.dtype
+
+    def quantize(self, kind: Kind) -> None:
+        """Keep the projections in few bits, frozen; they are no parameters from here on.
+
+        Raises:
+            ConfigError: no block size fits the widths; torchao is not installed.
+        """
+        hidden, width = self.specs["gate_up"].shape[-2:]
+        blocks = blocks_of(width, hidden, self.mesh.size("etp"), kind)
+        stacks = nn.ModuleDict()
+        for name, block in blocks.items():
+            weight = to_local(self.get_parameter(name))
+            stacks[name] = QuantizedStack(weight.flatten(1, -2), kind, block)
+            self._parameters[name] = None
+        self.quantized = stacks
+
+    def dequantize(self) -> None:
+        """Make the projections parameters again, in the dtype they had, of their present values."""
+        for name in _WEIGHTS:
+            stack = self._stack(name)
+            self.add_parameter(name, self.specs[name], stack.dtype)
+            with torch.no_grad():
+                for place, local in enumerate(to_local(self.get_parameter(name)).unbind(0)):
+                    local.copy_(stack.matrix(place, stack.dtype).view_as(local))
+            assert self.quantized is not None
+            del self.quantized[name]  # one at a time
+        self.quantized = None
+
+    def _stack(self, name: str) -> QuantizedStack:
+        assert self.quantized is not None
+        stack = self.quantized[name]
+        assert isinstance(stack, QuantizedStack)
+        return stack
 
     def forward(
         self, rows_RD: torch.Tensor, pair_weight_P: torch.Tensor, received: Received
@@ -146,8 +191,7 @@ class GroupedExperts(ParallelModule):
             biases = [self.local("gate_up_bias"), self.local("down_bias") * once]
         return experts_forward(
             received,
-            self.local("gate_up"),
-            self.local("down"),
+            *(self.local(n) if self.quantized is None else self._stack(n) for n in _WEIGHTS),
             activation=self.activation,
             gate_up_bias_e2F=biases[0],
             down_bias_eD=biases[1],

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from moe_tp.errors import ConfigError
+from moe_tp.experts.quantized import blocks_of
 from moe_tp.models.config import ModelConfig
 from moe_tp.parallel.context.sequence import padded_length
 from moe_tp.parallel.context.ulysses import check_heads
@@ -23,12 +24,14 @@ from moe_tp.parallel.pipeline.stages import num_stages
 from moe_tp.routing.table import ExpertTable
 
 Mode = Literal["full", "lora"]
+Base = Literal["loaded", "int8", "int4"]
 Optimizer = Literal["adamw", "muon", "sgd"]  # as in the train section of a run
 Moments = Literal["float32", "bfloat16", "8bit"]
 Kernel = Literal["loop", "foreach", "fused"]
 MOMENT_BYTES: dict[Moments, float] = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4.0 / 256}
 _CHOICES = {
     "mode": Mode,
+    "lora_base": Base,
     "recompute": Recompute,
     "optimizer": Optimizer,
     "moments": Moments,
@@ -57,6 +60,7 @@ class Job:
         compute_bytes: of an element of activations and compute copies.
         master_bytes: of a trained parameter at rest; its gradient takes as many.
         lora_rank: of adapters on attention and experts; adapters are fp32.
+        lora_base: what the experts' frozen weights are kept in: `loaded` (bf16), `int8` or `int4`.
         loss_chunk: tokens whose logits are held at a time.
         skew: rows and pairs of the busiest rank over the mean, in all layers together.
         layer_skew: the same in its fullest layer; None takes `skew`.
@@ -82,6 +86,7 @@ class Job:
     compute_bytes: int = 2
     master_bytes: int = 4
     lora_rank: int = 16
+    lora_base: Base = "loaded"
     loss_chunk: int = 1024
     skew: float = 1.25
     layer_skew: float | None = None
@@ -167,6 +172,12 @@ def check(config: ModelConfig, layout: ParallelLayout, job: Job) -> None:
             f"tp, cp or pp"
         )
     check_sharding(layout, job.runtime)
+    if job.mode == "lora" and job.lora_base != "loaded":
+        blocks_of(config.dim, moe.expert_dim, layout.etp, job.lora_base)
+        if layout.zero:
+            raise ConfigError(
+                f"lora_base={job.lora_base!r} is not sharded by zero={layout.zero}; choose 0"
+            )
     if layout.zero and layout.dp * layout.cp == 1 and layout.edp == 1 and not job.offload:
         raise ConfigError(f"zero={layout.zero} has nothing to shard over one replica; choose 0")
 

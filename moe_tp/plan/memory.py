@@ -299,7 +299,8 @@ class Planner:
         job, c = self.job, self.job.compute_bytes
         layers = [(h, n) for h, kind, n in held if kind in _LAYERS]
         whole = job.recompute == "none"
-        copies = 0.0
+        # of one expert, in fp32 and in the compute dtype, and the one before it
+        copies = max(h.taken_back for h, _, _ in held) * (4.0 + 2.0 * c)
         cast = [h.adapters / 4.0 * c for h, _ in layers]  # adapters rest in fp32
         if job.mode == "full" and job.master_bytes != c:
             cast = [float(h.casts * c) for h, _ in layers]

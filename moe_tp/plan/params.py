@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_tp.experts.quantized import blocks_of, bytes_of
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.counts import attention_params, expert_params
 from moe_tp.parallel.layout import ParallelLayout
@@ -62,6 +63,11 @@ class Piece:
         if len(self.shape) < 2 or (self.fp32 and self.adapted is None and not self.factor):
             return False
         return self.factor or self.adapted is not None or self.domain == "dense"
+
+    def quantized(self, job: Job) -> bool:
+        """Whether it rests in few bits."""
+        few = job.mode == "lora" and job.lora_base != "loaded"
+        return few and self.domain == "expert" and self.adapted is not None
 
     @property
     def zero_sharded(self) -> bool:
@@ -205,6 +211,7 @@ class Holding:
         whole: elements that ZeRO splits, before it does, by domain.
         accumulated: elements of whole gradients that ZeRO 1 adds up, beyond the split ones.
         largest: elements of the largest trained parameter before ZeRO, and of that between steps.
+        taken_back: elements of the largest matrix of one expert that rests in few bits.
     """
 
     elements: int
@@ -218,6 +225,7 @@ class Holding:
     accumulated: int
     largest: int
     largest_rest: int
+    taken_back: int
 
 
 def adapters(found: list[Piece], rank: int) -> list[Piece]:
@@ -281,11 +289,19 @@ def hold(config: ModelConfig, kind: Kind, layout: ParallelLayout, job: Job) -> H
     def width(piece: Piece) -> int:
         return 4 if piece.fp32 else base
 
+    def at_rest(piece: Piece) -> float:
+        if piece.quantized(job):
+            blocks = blocks_of(config.dim, config.moe.expert_dim, layout.etp, job.lora_base)
+            block = blocks["down" if piece.inputs else "gate_up"]
+            return bytes_of(piece.size, job.lora_base, block)
+        return rest(piece) * width(piece)
+
     domains: tuple[Domain, ...] = ("dense", "expert")
     ends = kind in ("embed", "head")
     return Holding(
         elements=sum(rest(p) for p in found),
-        weights=float(sum(rest(p) * width(p) for p in found if p not in host)),
+        weights=float(sum(at_rest(p) for p in found if p not in host)),
+        taken_back=max((p.size // p.shape[0] for p in found if p.quantized(job)), default=0),
         adapters=float(sum(p.size * 4 for p in added)),
         gradients=float(sum(rest(p) * width(p) for p in trained if p not in host)),
         states=sum(_state(p, rest(p), width(p), job, ends) for p in trained if p not in host),

@@ -306,6 +306,9 @@ def remedies(config: ModelConfig, job: Job, gpus: int, gpu: Hardware) -> list[st
         tries.append(("bf16 weights and moments (runtime.master_dtype: bfloat16)", low))
     if job.mode == "full":
         tries.append(("LoRA over frozen bf16 weights (--mode lora)", replace(job, mode="lora")))
+    if job.mode == "lora" and job.lora_base == "loaded":
+        few = replace(job, lora_base="int4")
+        tries.append(("experts' frozen weights in 4 bits (lora.base: int4)", few))
     if not job.offload:
         away = replace(job, offload=True)
         tries.append(("weights and states in host memory (runtime.offload: true)", away))

@@ -18,10 +18,10 @@ from torch import nn
 
 from moe_tp.errors import ConfigError
 from moe_tp.experts.layer import GroupedExperts
+from moe_tp.experts.quantized import BITS
 from moe_tp.experts.router import Router
 from moe_tp.models.blocks import Block
 from moe_tp.models.decoder import Decoder
-from moe_tp.parallel.collectives import accumulate_dtype
 from moe_tp.parallel.parameter import (
     ParallelModule,
     full_logical,
@@ -32,6 +32,7 @@ from moe_tp.parallel.random import fill_normal, key_of
 from moe_tp.parallel.zero import reshard
 from moe_tp.train.freeze import check_experts, train_rows
 from moe_tp.train.lora_dora import lengths
+from moe_tp.train.lora_fold import fold_lengths, fold_weight
 from moe_tp.train.lora_layers import ExpertLowRank, LinearLowRank
 from moe_tp.train.lora_targets import choose_parameters, group_of, layer_of
 
@@ -55,6 +56,8 @@ class LoRAConfig:
             parameters.
         experts: numbers of the experts whose adapters are trained, the others' stay zero; none:
             all.
+        base: keep the frozen weights of the routed experts in `int8` or `int4`, in blocks with a
+            scale; needs torchao and zero=0. None: as they were loaded.
 
     Raises:
         ConfigError: a value is out of range.
@@ -69,6 +72,7 @@ class LoRAConfig:
     rslora: bool = False
     dora: bool = False
     experts: tuple[int, ...] | None = None
+    base: str | None = None
 
     def __post_init__(self) -> None:
         given: object = self.targets  # a single name is often given without its tuple
@@ -82,6 +86,8 @@ class LoRAConfig:
             raise ConfigError(f"lora alpha={self.alpha} is no scale; choose a number above 0")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"lora dropout={self.dropout} is out of range; choose from [0, 1)")
+        if self.base not in (None, *BITS):
+            raise ConfigError(f"lora base={self.base!r} is not known; choose int8, int4 or none")
         if not self.targets:
             raise ConfigError("lora targets are empty; name 'attention', 'experts' or a pattern")
 
@@ -159,8 +165,8 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> None:
         config: the settings, alike on all ranks.
 
     Raises:
-        ConfigError: a target names nothing, dropout is asked for where it is not defined, or the
-            model has adapters already.
+        ConfigError: a target names nothing, dropout is asked for where it is not defined, the
+            model has adapters already, or its experts cannot be quantised.
 
     Collectives: an exchange of the settings through the store.
     """
@@ -171,6 +177,8 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> None:
     _check(config, chosen, decoder)
     decoder.mesh.agree("the LoRA settings", repr(config))
     reshard(decoder)
+    if config.base is not None:
+        _quantize(decoder, config.base)
     state = _State(
         config=config,
         trained=[p for p in decoder.parameters() if p.requires_grad],
@@ -216,6 +224,19 @@ def _check(config: LoRAConfig, chosen: list[str], decoder: Decoder) -> None:
                 f"lora experts={list(config.experts)} chooses among experts, which "
                 f"targets={list(config.targets)} does not adapt; add 'experts' to them"
             )
+
+
+def _quantize(decoder: Decoder, base: str) -> None:
+    """Keep the weights of all routed experts in few bits."""
+    zero = decoder.mesh.layout.zero
+    if zero:
+        raise ConfigError(
+            f"lora base={base!r} is not sharded by zero={zero}, and adapters are not either; "
+            "choose zero=0, and raise ep, etp or pp where a rank's part is too large"
+        )
+    for module in decoder.modules():
+        if isinstance(module, GroupedExperts):
+            module.quantize(base)  # type: ignore[arg-type]  # checked by the settings
 
 
 def _adapt(
@@ -298,7 +319,8 @@ def merge_lora(model: nn.Module) -> None:
     """Fold `s B A` into the weights in place, take the adapters off, and unfreeze.
 
     The sum over r is taken element by element in fp32 (fp64 for fp64), so that merged weights have
-    the same bits in every layout.
+    the same bits in every layout. A quantised base is taken back first, with the values that it was
+    trained with.
 
     Raises:
         ConfigError: the model has no adapters.
@@ -309,9 +331,12 @@ def merge_lora(model: nn.Module) -> None:
     decoder = _decoder(model)
     state = _state(decoder)
     reshard(decoder)
+    for module in decoder.modules():
+        if isinstance(module, GroupedExperts) and module.quantized is not None:
+            module.dequantize()
     with torch.no_grad():
         for factors in adapters(decoder):
-            fold = _fold_lengths if "m" in factors.adapter.specs else _fold
+            fold = fold_lengths if "m" in factors.adapter.specs else fold_weight
             fold(factors, state.config.scale)
     for module in decoder.modules():
         if isinstance(module, ParallelModule) and module.low_rank is not None:
@@ -329,53 +354,6 @@ def merge_lora(model: nn.Module) -> None:
     for param in state.trained:
         param.requires_grad_(True)
     del decoder.__dict__[_STATE]
-
-
-def _fold(factors: Factors, scale: float) -> None:
-    """Add one adapter's product to this rank's part of the weight, whatever splits it."""
-    a, b = factors.whole()
-    param = factors.base.get_parameter(factors.name)
-    index = local_index(param, factors.base.specs[factors.name])
-    weight = to_local(param)
-    dtype = accumulate_dtype(weight.dtype)
-    outs, ins = (i.clamp(min=0).to(weight.device) for i in index[-2:])
-    a = a.to(dtype).index_select(-1, ins)
-    b = b.to(dtype).index_select(-2, outs)
-    if weight.dim() == 4:  # ZeRO may split gate from up
-        b = b.index_select(1, index[1].to(weight.device))
-    leads = [()] if weight.dim() == 2 else [(place,) for place in range(weight.shape[0])]
-    for lead in leads:
-        # an empty slot of the expert table has nothing to fold
-        expert = [int(index[0][place]) for place in lead]
-        if -1 in expert:
-            continue
-        part, a_e, b_e = weight[lead], a[tuple(expert)], b[tuple(expert)]
-        part.copy_(part.to(dtype) + product(a_e, b_e) * scale)
-
-
-def _fold_lengths(factors: Factors, scale: float) -> None:
-    """Put this rank's part of `m V / ||V||` in the weight's place; rows are measured whole."""
-    a, b = factors.whole()
-    param = factors.base.get_parameter(factors.name)
-    weight = to_local(param)
-    dtype = accumulate_dtype(weight.dtype)
-    whole = factors.whole_base().to(dtype)
-    whole += product(a.to(dtype), b.to(dtype)) * scale
-    whole *= (factors.whole_lengths().to(dtype) / lengths(whole))[:, None]
-    for dim, places in enumerate(local_index(param, factors.base.specs[factors.name])):
-        whole = whole.index_select(dim, places.to(whole.device))
-    weight.copy_(whole)
-
-
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return `b @ a` summed over r in order, element by element.
-
-    A matrix product picks its order of summing by shape, so that slices would differ in bits.
-    """
-    total = b[..., :, 0:1] * a[..., 0:1, :]
-    for r in range(1, a.shape[-2]):
-        total += b[..., :, r : r + 1] * a[..., r : r + 1, :]
-    return total
 
 
 def _decoder(model: nn.Module) -> Decoder:

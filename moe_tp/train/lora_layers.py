@@ -195,7 +195,7 @@ class ExpertLowRank(ParallelModule):
         self.scale, self.drop, self.layer = scale, drop, layer
         self.call: Call | None = None
         weight = base.specs["gate_up"]
-        self._base_dtype = to_local(base.get_parameter("gate_up")).dtype
+        self._base_dtype = base.dtype
         self._slots = weight.slots
         experts, _, hidden, width = weight.shape
         self._first = self.mesh.coordinate("etp") * (hidden // self.mesh.size("etp"))

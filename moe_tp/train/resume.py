@@ -31,7 +31,7 @@ from moe_tp.log import get_logger
 from moe_tp.models import ModelConfig
 from moe_tp.models.decoder import Decoder
 from moe_tp.models.families import rules_for
-from moe_tp.models.load import allocate
+from moe_tp.models.load import allocate, from_pretrained
 from moe_tp.parallel.collectives import Group, raw_all_reduce
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.train.adamw import SmallAdamW
@@ -69,6 +69,7 @@ _FIXED = (
     "lora.rslora",
     "lora.dora",
     "lora.experts",
+    "lora.base",
 )
 _FREE = ("parallel.", "runtime.", "output", "data.eval")
 
@@ -306,8 +307,11 @@ def export_checkpoint(
         return about
 
     about = together(read, mesh.group("world"), mesh.device)
-    config = ModelConfig.from_hub(about["config"])
-    model = allocate(config, mesh, getattr(torch, about["dtype"]))
+    config, dtype = ModelConfig.from_hub(about["config"]), getattr(torch, about["dtype"])
+    if about["lora"] is not None and about["lora"].get("base") is not None:
+        model = from_pretrained(about["source"], mesh, dtype=dtype)  # it is not in the checkpoint
+    else:
+        model = allocate(config, mesh, dtype)
     model.name_rules = rules_for(config, about["hub_names"])
     if about["lora"] is not None:
         apply_lora(model, from_mapping(LoRAConfig, about["lora"], str(path), "lora."))
