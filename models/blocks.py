@@ -107,7 +107,7 @@ class Block(nn.Module):
             mask=tokens.mask_T,
             token_ids=tokens.ids_T,
             key=call.key(self.layer, "router", tokens.token_ids_T) if self.training else None,
-            sequences=Sequences(sequence_T=tokens.sequence_T, count=tokens.batch),
+            sequences=Sequences(sequence_T=tokens.sequence_T, count=tokens.num_sequences),
             step_tokens=call.step_tokens,
             identity=tokens.token_ids_T,
         )

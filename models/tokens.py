@@ -44,7 +44,9 @@ class Tokens:
         mask_T: True where an owned token is real; None if all are.
         token_ids_T: identity of owned tokens for dropout: sample of the global batch * 2^32 +
             column.
-        sequence_T: row of the batch of each owned token.
+        sequence_T: row of the batch of each owned token, or its packed document where router losses
+            are those of each sequence.
+        num_sequences: of the batch that the ranks of (cp, tp) share.
         token_ids_BS: the same identity for all tokens of whole sequences.
         rotation: of the positions.
         masks: sliding window (0 for none) -> mask over whole sequences; None is plainly causal.
@@ -65,6 +67,7 @@ class Tokens:
     masks: dict[int, torch.Tensor | None]
     given: int
     context: SharedSequences | None = None
+    num_sequences: int = 0
 
     def sequences(
         self, window: int, key: DropoutKey | None, cache: LayerCache | None = None
@@ -327,7 +330,9 @@ def prepare(
         real = flat(wide(ones, 0), 0)[mine].bool()
     sample = torch.arange(sample_offset, sample_offset + batch, device=device)
     identity = sample[:, None] * 2**32 + column
-    row = torch.arange(batch, device=device)[:, None].expand(batch, whole)
+    row, num_sequences = torch.arange(batch, device=device)[:, None].expand(batch, whole), batch
+    if position_ids is not None and config.moe.router.balance_kind == "sequence":
+        row, num_sequences = _documents(position_ids)
     windows = {config.window(layer) for layer in range(config.num_layers)}
     ids_N = flat(wide(input_ids.to(torch.int64), 0), 0)
     mask = None if attention_mask is None else wide(attention_mask.long(), 0)
@@ -350,7 +355,16 @@ def prepare(
         rotation=rotation(config.rope, config.attention.rope_size, positions[:, columns], dtype),
         masks=masks,
         context=_context(mesh, whole, mask, position_ids),
+        num_sequences=num_sequences,
     )
+
+
+def _documents(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the number of each token's packed document in the batch, and how many there are."""
+    starts = document_starts(position_ids)
+    starts[:, :1] = True
+    number = starts.flatten().cumsum(0) - 1
+    return number.view_as(starts), int(starts.sum())
 
 
 def _context(

@@ -20,7 +20,7 @@ from moe_tp.routing.noise import jitter_input
 from moe_tp.routing.replay import RoutingRecord
 from moe_tp.routing.route import route
 from moe_tp.routing.scores import router_logits
-from moe_tp.routing.table import ExpertTable, balanced_table, slots_of_ids
+from moe_tp.routing.table import ExpertTable, balanced_table, first_table, slots_of_ids
 
 __all__ = [
     "Assignment",
@@ -32,6 +32,7 @@ __all__ = [
     "assign",
     "balanced_table",
     "bias_rate_at",
+    "first_table",
     "jitter_input",
     "load_balance_loss",
     "load_metrics",

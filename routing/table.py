@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_tp.errors import ConfigError
 
-__all__ = ["ExpertTable", "balanced_table", "slots_of_ids"]
+__all__ = ["ExpertTable", "balanced_table", "first_table", "slots_of_ids"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +92,18 @@ class ExpertTable:
         """
         return self.slots[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
 
-    def lookup(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    def lookup(
+        self, device: torch.device | str = "cpu", *, owner: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """Return slots_ER (padded by repeating) and replicas_E, both int64, for `slots_of_ids`.
 
         Args:
             device: of both; keep them, this copies from the host.
+            owner: rank that owns the tokens. Each begins with another replica, so that ranks with
+                few tokens do not all visit the first one.
         """
         most = max(len(held) for held in self.replicas)
-        slots = [[held[i % len(held)] for i in range(most)] for held in self.replicas]
+        slots = [[held[(i + owner) % len(held)] for i in range(most)] for held in self.replicas]
         return (
             torch.tensor(slots, dtype=torch.int64, device=device),
             torch.tensor([len(held) for held in self.replicas], dtype=torch.int64, device=device),
@@ -127,13 +131,15 @@ def balanced_table(load_E: Sequence[float], ep: int, *, extra_slots: int = 0) ->
 
     Greedy, after the published idea of DeepSeek's expert-parallel load balancer (DeepSeek-V3, arXiv
     2412.19437, section 3.4): each extra slot goes to the expert with the most load a replica; then
-    the heaviest replica goes to the rank with the least load that has a free slot, by preference
-    one that does not hold the expert yet. Ties to the lowest number: same answer on every rank.
+    the heaviest replica goes to the rank with the least load that has a free slot and does not
+    hold the expert yet. A slot that would serve nothing stays empty: of an expert without load, of
+    one that lies on every rank already. Ties to the lowest number: same answer on every rank.
 
     Args:
         load_E: measured load of each expert, any unit.
         ep: ranks.
-        extra_slots: replicas to add; the number of slots is rounded up to a multiple of ep.
+        extra_slots: replicas to add at most; the number of slots is that of all experts and
+            replicas, rounded up to a multiple of ep.
     """
     experts = len(load_E)
     if any(not load >= 0 for load in load_E):
@@ -145,20 +151,43 @@ def balanced_table(load_E: Sequence[float], ep: int, *, extra_slots: int = 0) ->
         )
     copies = [1] * experts
     for _ in range(extra_slots):
-        hottest = max(range(experts), key=lambda e: (load_E[e] / copies[e], -copies[e], -e))
-        copies[hottest] += 1
+        free = [e for e in range(experts) if load_E[e] > 0 and copies[e] < ep]
+        if not free:
+            break
+        copies[max(free, key=lambda e: (load_E[e] / copies[e], -copies[e], -e))] += 1
     pieces = [(load_E[e] / copies[e], e) for e in range(experts) for _ in range(copies[e])]
     pieces.sort(key=lambda piece: (-piece[0], piece[1]))
-    per_rank = -(-len(pieces) // ep)
+    per_rank = -(-(experts + extra_slots) // ep)
     held: list[list[int]] = [[] for _ in range(ep)]
     load = [0.0] * ep
     for weight, expert in pieces:
-        free = [rank for rank in range(ep) if len(held[rank]) < per_rank]
-        rank = min(free, key=lambda r: (expert in held[r], load[r], len(held[r]), r))
-        held[rank].append(expert)
-        load[rank] += weight
+        open_ranks = [r for r in range(ep) if len(held[r]) < per_rank]
+        rank = min(open_ranks, key=lambda r: (expert in held[r], load[r], len(held[r]), r))
+        if expert not in held[rank]:
+            held[rank].append(expert)
+            load[rank] += weight
     slots = [e for mine in held for e in sorted(mine) + [-1] * (per_rank - len(mine))]
     return ExpertTable(experts, ep, tuple(slots))
+
+
+def first_table(num_experts: int, ep: int, spare_slots: int = 0) -> ExpertTable:
+    """Return the table before any load was measured.
+
+    Without spare slots it is contiguous. With them every load is taken to be equal, so that the
+    first experts begin with a replica.
+
+    Args:
+        num_experts: E.
+        ep: ranks.
+        spare_slots: slots of each rank beyond its share of the experts; on one rank they would
+            serve nothing and are left out.
+    """
+    plain = ExpertTable(num_experts, ep)  # refuses what does not fit
+    if ep == 1 or spare_slots == 0:
+        return plain
+    return balanced_table(
+        [1.0] * num_experts, ep, extra_slots=(plain.slots_per_rank + spare_slots) * ep - num_experts
+    )
 
 
 def _contiguous(num_experts: int, ep: int) -> tuple[int, ...]:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from moe_tp import Mesh, MoE, ParallelLayout, Runtime, settle_gradients
+from moe_tp.parallel.collectives import raw_all_gather
 from moe_tp.parallel.gradients import gradient_norm
-from moe_tp.parallel.parameter import full_logical, named_specs
+from moe_tp.parallel.parameter import full_logical, local_index, named_specs, to_local
 from moe_tp.routing import RouterConfig
 
 # world, layout, tokens a rank: unequal, 0 among them
@@ -96,3 +97,24 @@ def worst_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
         size = max(b.double().norm().item(), 1e-6 * scale)
         worst = max(worst, (a.double() - b.double()).norm().item() / size if size else 0.0)
     return worst
+
+
+def replicas_are_equal(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> bool:
+    """Return whether all replicas of each expert have the same bits, and their moments."""
+    equal = True
+    for _, module, _, param, spec in named_specs(model):
+        if spec.slots is None:
+            continue
+        local, ep = to_local(param), module.mesh.group("ep")
+        state = {} if optimizer is None else optimizer.state.get(param, {})
+        parts = [to_local(v) for v in state.values()
+                 if isinstance(v, torch.Tensor) and v.dim()]  # fmt: skip
+        index = raw_all_gather(local_index(param, spec)[0], ep)
+        for part in (local, *parts):
+            slots = raw_all_gather(part, ep)
+            for expert in range(spec.shape[0]):
+                mine = slots[index == expert]
+                equal = equal and all(torch.equal(one, mine[0]) for one in mine)
+    return equal

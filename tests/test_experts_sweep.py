@@ -49,6 +49,7 @@ def layers(drawn: st.DrawFn) -> dict[str, Any]:
         "dispatch_rows": drawn(st.sampled_from([None, 2, 5])),
         "overlap": drawn(st.booleans()),
         "experts": drawn(st.sampled_from(["loop", "sliced"])),
+        "spare": drawn(st.integers(0, 2)),
         "order": drawn(st.permutations(range(experts))),
         "router": {
             "num_experts": experts, "top_k": choices, "num_groups": groups,
@@ -96,7 +97,11 @@ def _made(case: dict[str, Any], mesh: Mesh) -> MoE:
     slots: list[int] = []
     for rank in range(ep):  # experts in any order, the last ranks with fewer, none without
         mine = order[rank * len(order) // ep : (rank + 1) * len(order) // ep]
-        slots += [*mine, *[-1] * (share - len(mine))]
+        others = [expert for expert in order if expert not in mine]
+        copies = [
+            others[(3 * i + rank) % len(others)] for i in range(case["spare"] if others else 0)
+        ]
+        slots += [*mine, *[-1] * (share - len(mine)), *copies]
     table = ExpertTable(len(order), ep, tuple(slots))
     dispatcher = None
     if case["dispatcher"] == "two_hop":

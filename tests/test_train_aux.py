@@ -10,6 +10,7 @@ import pytest
 import tiny_hubs
 import torch
 
+from moe_tp.errors import ConfigError
 from moe_tp.experts.router import update_router_bias
 from moe_tp.models import ModelConfig, build, from_pretrained, save_pretrained
 from moe_tp.models.decoder import Decoder
@@ -23,6 +24,7 @@ from moe_tp.train.freeze import choose_trained
 from moe_tp.train.lora import LoRAConfig, apply_lora
 from moe_tp.train.optim import make_optimizer
 from moe_tp.train.overrides import set_balance
+from moe_tp.train.settings import from_mapping
 from moe_tp.train.step import forward_backward
 
 MIXTRAL: dict[str, Any] = {**tiny_hubs.SMALLEST, "initializer_range": 0.2}
@@ -139,3 +141,17 @@ def test_the_loss_of_a_frozen_router_goes_upstream() -> None:
     assert max(norms) > 0
     update_router_bias(model)
     assert all(torch.equal(a, b) for a, b in zip(before, router_entries(model), strict=True))
+
+
+def test_the_balance_loss_of_a_run_is_chosen() -> None:
+    """L2: by `train.balance_kind`, in the routers and in what a step asks; a name is checked."""
+    model = make(MIXTRAL)
+    seen = set()
+    for kind in ("micro_batch", "sequence", "global_batch_exact"):
+        set_balance(model, 0.01, None, kind)  # type: ignore[arg-type]
+        seen.add(round(float(forward_backward(model, [batch()]).aux.loss), 7))
+    # one micro-batch is the step; its two sequences by themselves are less even
+    assert len(seen) == 2
+    assert model.config.moe.router.balance_exact
+    with pytest.raises(ConfigError, match="balance_kind"):
+        from_mapping(TrainConfig, {"steps": 1, "balance_kind": "batch"}, "test", "train.")

@@ -13,7 +13,8 @@ import pytest
 import torch
 from verify_models import MODELS, write_folder
 
-from moe_tp.experts import all_to_all
+from moe_tp.errors import ConfigError
+from moe_tp.experts import all_to_all, losses
 from moe_tp.experts.layer import GroupedExperts
 from moe_tp.models import decoder, tokens
 from moe_tp.models.decoder import Decoder
@@ -179,8 +180,6 @@ def _wrong_divisor() -> Patch:
 
 
 def _aux_loss_of_own_tokens() -> Patch:
-    from moe_tp.experts import losses
-
     return mock.patch.object(losses, "raw_all_reduce", lambda x, group, *a, **k: x.clone())
 
 
@@ -271,10 +270,55 @@ FAULTS: dict[str, tuple[Callable[[], Patch], str, ParallelLayout, str]] = {
 }  # fmt: skip
 
 
-def _run(folder: str, layout: ParallelLayout, fault: str | None) -> dict[str, Any]:
-    patch: Patch = contextlib.nullcontext() if fault is None else FAULTS[fault][0]()
+def _not_summed_over(axis: str) -> Patch:
+    def own(reduce: Any, x: torch.Tensor, group: Any, *args: Any, **k: Any) -> Any:
+        return x.clone() if group.axis == axis else reduce(x, group, *args, **k)
+
+    return _wrap(losses, "raw_all_reduce", own)
+
+
+def _packing_ignored() -> Patch:
+    def rows(number: Any, position_ids: torch.Tensor) -> Any:
+        batch, length = position_ids.shape
+        return torch.arange(batch)[:, None].expand(batch, length), batch
+
+    return _wrap(tokens, "_documents", rows)
+
+
+def _counts_of(part: str) -> Patch:
+    def other(_: Any, config: Any, chosen_E: Any, before_E: Any, *args: Any) -> Any:
+        return chosen_E if part == "micro-batch" else chosen_E + before_E
+
+    return _wrap(losses, "_step_counts", other)
+
+
+def _step_of_own_tokens() -> Patch:
+    def local(agree: Any, *args: Any) -> Any:
+        plan = agree(*args)
+        return replace(plan, step_tokens=plan.step_tokens // 2)
+
+    return _wrap(step, "_agree", local)
+
+
+BALANCE_FAULTS: dict[str, tuple[Callable[[], Patch], str, ParallelLayout]] = {
+    # name: (fault, load-balance loss, layout)
+    "a sequence's counts not summed": (lambda: _not_summed_over("cp_tp"), "sequence", L(tp=2)),
+    "sequences of own rank": (lambda: _not_summed_over("dp"), "sequence", L()),
+    "documents of a row as one": (_packing_ignored, "sequence", L()),
+    "counts of one micro-batch": (lambda: _counts_of("micro-batch"), "global_batch", L()),
+    "counts of the step so far": (lambda: _counts_of("before"), "global_batch_exact", L()),
+    "step of too few tokens": (_step_of_own_tokens, "global_batch", L(tp=2)),
+}
+
+
+def _run(
+    folder: str, layout: ParallelLayout, fault: str | None, balance: Any = None
+) -> dict[str, Any]:
+    patch: Patch = contextlib.nullcontext()
+    if fault is not None:
+        patch = ({**FAULTS, **BALANCE_FAULTS})[fault][0]()
     with patch:
-        return verify(folder, layout, tokens=45, steps=2).to_json()
+        return verify(folder, layout, tokens=45, steps=2, balance=balance).to_json()
 
 
 @pytest.fixture(scope="module")
@@ -304,3 +348,26 @@ def test_unmodified_run_passes(model: str, layout: ParallelLayout, folders: dict
     reports = run_ranks(_run, _world(layout), folders[model], layout, None)
     assert reports[0]["passed"], reports[0]["failures"]
     assert all(report == reports[0] for report in reports)
+
+
+@pytest.mark.parametrize("fault", BALANCE_FAULTS)
+def test_fault_of_a_balance_loss_is_found(fault: str, folders: dict[str, str]) -> None:
+    """L2: of the losses over sequences and over the step, by the reference's own arithmetic."""
+    _, balance, layout = BALANCE_FAULTS[fault]
+    for report in run_ranks(_run, 2, folders["mixtral-8"], layout, fault, balance):
+        assert not report["passed"], report
+        assert any("loss" in failure for failure in report["failures"]), report["failures"]
+
+
+@pytest.mark.parametrize("balance", ["sequence", "global_batch", "global_batch_exact"])
+def test_balance_losses_pass_in_every_layout(balance: str, folders: dict[str, str]) -> None:
+    """L2: value and gradient, over dp, tp, ep, pipelines' micro-batches and cp, packed rows too."""
+    layouts = (L(), L(tp=2, ep=2), L(pp=2), L(cp=2), L(dp=2, tp=2, ep=2, etp=2), L(dp=4, zero=2))
+    for layout in layouts:
+        if balance == "global_batch" and layout.pp > 1:
+            with pytest.raises(ConfigError, match="pp=2 a stage runs several micro-batches"):
+                run_ranks(_run, 2, folders["mixtral-8"], layout, None, balance)
+            continue
+        world = 4 if layout.dp else 2
+        report = run_ranks(_run, world, folders["mixtral-8"], layout, None, balance)[0]
+        assert report["passed"], (layout, report["failures"])

@@ -218,8 +218,6 @@ def test_refusals(folders: dict[str, str], tmp_path: Path) -> None:
         _refuse(with_router(capacity_factor=1.0), "adamw", 1)
     with pytest.raises(ConfigError, match="kind='expert_choice'"):
         _refuse(with_router(kind="expert_choice"), "adamw", 1)
-    with pytest.raises(ConfigError, match="balance_kind='micro_batch'"):
-        _refuse(with_router(balance_kind="sequence"), "adamw", 1)
     with pytest.raises(ConfigError, match="optimizer='lion'"):
         verify(folders["mixtral-6"], optimizer="lion")
     with pytest.raises(ConfigError, match="tokens=0"):

@@ -15,6 +15,7 @@ from moe_tp.checkpoint.rules import NameRules
 from moe_tp.errors import CheckpointError, ConfigError
 from moe_tp.parallel.collectives import raw_all_reduce
 from moe_tp.parallel.parameter import mesh_of, named_specs, to_local
+from moe_tp.parallel.replicas import owes_replicas
 
 
 def gather_named(
@@ -73,13 +74,15 @@ def gather_named(
 def _gradients(model: nn.Module, targets: list[Target]) -> list[Target]:
     known = {target.fqn: target for target in targets}
     found = []
-    for fqn, _, _, param, _ in named_specs(model):
+    for entry in named_specs(model):
+        fqn, param = entry.fqn, entry.param
         if not param.requires_grad:
             continue
         grad = param.grad
         if grad is None:
             raise CheckpointError(f"parameter {fqn!r} has no gradient; run backward first")
-        if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
+        partial = isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
+        if partial or owes_replicas(entry):
             raise CheckpointError(
                 f"the gradient of {fqn!r} still owes a sum over ranks; call settle_gradients first"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import get_args
 
 from moe_tp.cli.options import (
     add_json_argument,
@@ -14,6 +15,7 @@ from moe_tp.cli.options import (
     say,
     write_json,
 )
+from moe_tp.train.overrides import BalanceLoss
 from moe_tp.verify import verify
 
 
@@ -29,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the batches")
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument(
+        "--balance", choices=get_args(BalanceLoss), help="load-balance loss; the model's own"
+    )
     add_json_argument(parser)
     add_layout_arguments(parser)
 
@@ -49,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
         runtime=runtime_of(options),
         seed=options.seed,
         optimizer=options.optimizer,
+        balance=options.balance,
         device=options.torch_device,
     )
     say(options, str(report))

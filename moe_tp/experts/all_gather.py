@@ -101,7 +101,7 @@ class AllGatherDispatcher:
     ) -> None:
         self._ep, self._etp = mesh.group("ep"), mesh.group("etp")
         self._num_slots, self._wire = table.slots_per_rank, wire_dtype
-        self._lookup = table.lookup(mesh.device)
+        self._lookup = table.lookup(mesh.device, owner=mesh.coordinate("stage"))
 
     def dispatch(self, x_TD: torch.Tensor, assignment: Assignment) -> Received:
         """Return all tokens of the group as rows; pairs of other ranks' experts are padding.

@@ -206,7 +206,7 @@ class AllToAllDispatcher:
             COUNT_BYTES,
             COUNT_BYTES,
         )
-        self._lookup = table.lookup(mesh.device)
+        self._lookup = table.lookup(mesh.device, owner=mesh.coordinate("stage"))
         check_wire(wire_dtype)
         # group and slots of one of its ranks, hop by hop
         self._groups: Sequence[tuple[Group, int]] = [(mesh.group("ep"), table.slots_per_rank)]

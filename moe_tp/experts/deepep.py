@@ -123,7 +123,7 @@ class DeepEPDispatcher:
         self._buffer = (make_buffer or _deepep_buffer)(group)
         self._ep_rank, self._num_slots = mesh.coordinate("ep"), table.slots_per_rank
         self._total_slots = len(table.slots)
-        self._lookup = table.lookup(mesh.device)
+        self._lookup = table.lookup(mesh.device, owner=mesh.coordinate("stage"))
 
     def dispatch(self, x_TD: torch.Tensor, assignment: Assignment) -> Received:
         """Return the rows for this rank's experts.

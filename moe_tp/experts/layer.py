@@ -36,19 +36,6 @@ class Adapter(Protocol):
         ...
 
 
-def refuse_replicas(table: ExpertTable) -> None:
-    """Refuse a table with replicas.
-
-    Raises:
-        ConfigError: an expert lies in several slots.
-    """
-    if table.replicated:
-        raise ConfigError(
-            "the table holds an expert in several slots, and replicas are not trained yet; choose "
-            "a table with each expert once (balanced_table without extra_slots)"
-        )
-
-
 class GroupedExperts(ParallelModule):
     """All experts of a layer: `gate_up [E, 2, F, D]` and `down [E, D, F]`.
 
@@ -88,7 +75,6 @@ class GroupedExperts(ParallelModule):
                 f"expert_dim={expert_dim} does not split over etp={etp}; choose etp among the "
                 f"divisors of {expert_dim}"
             )
-        refuse_replicas(table)
         if mesh.runtime.experts not in BACKENDS:
             raise ConfigError(
                 f"experts={mesh.runtime.experts!r} is no back end of the expert compute; choose "

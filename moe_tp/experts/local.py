@@ -43,7 +43,7 @@ class LocalDispatcher:
                 f"etp={mesh.size('etp')}; choose dispatcher='auto'"
             )
         self._num_slots = table.slots_per_rank
-        self._lookup = table.lookup(mesh.device)
+        self._lookup = table.lookup(mesh.device, owner=mesh.coordinate("stage"))
 
     def dispatch(self, x_TD: torch.Tensor, assignment: Assignment) -> Received:
         """Return all tokens as rows, with the pairs of dropped choices as padding at the end."""

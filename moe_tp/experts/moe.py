@@ -45,7 +45,7 @@ from moe_tp.parallel.random import DropoutKey
 from moe_tp.parallel.recompute import keeping
 from moe_tp.routing.assignment import Assignment, assign
 from moe_tp.routing.config import RouterConfig
-from moe_tp.routing.table import ExpertTable
+from moe_tp.routing.table import ExpertTable, first_table
 
 __all__ = [
     "GroupedExperts",
@@ -94,7 +94,7 @@ class MoE(nn.Module):
         dtype: parameter dtype; the router keeps fp32.
         init: first values of all weights.
         layer: number of the layer, for messages and noise.
-        table: placement of the experts; None is contiguous.
+        table: placement of the experts; None is contiguous, but for `Runtime.spare_slots`.
         dispatcher: a dispatcher of the user's own; None takes what the mesh's runtime names.
         even_tokens: all ranks of tp always bring equally many tokens.
         seed: of the first values; None draws one and agrees on it.
@@ -136,7 +136,8 @@ class MoE(nn.Module):
             raise ConfigError(f"gradient={gradient!r} is not a convention; choose 'sum' or 'mean'")
         self.dim, self.mesh, self.config, self.layer = dim, mesh, router, layer
         act = activation_of(activation) if isinstance(activation, str) else activation
-        self.table = table or ExpertTable(router.num_experts, mesh.size("ep"))
+        spare = mesh.runtime.spare_slots
+        self.table = table or first_table(router.num_experts, mesh.size("ep"), spare)
         self.router = Router(dim, router, mesh, dtype=dtype, init=init, layer=layer)
         self.experts = GroupedExperts(
             dim, expert_dim, self.table, mesh,

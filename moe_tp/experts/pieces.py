@@ -52,7 +52,8 @@ def split_in_pieces(
     if limit is None or ranks * mesh.size("etp") == 1:
         return [assignment]
     tokens = assignment.ids_TK.shape[0]
-    slot_TK = slots_of_ids(assignment.ids_TK, *table.lookup(assignment.ids_TK.device))
+    lookup = table.lookup(assignment.ids_TK.device, owner=mesh.coordinate("stage"))
+    slot_TK = slots_of_ids(assignment.ids_TK, *lookup)
     dest_TK = torch.where(slot_TK >= 0, slot_TK // table.slots_per_rank, ranks)
     goes_TP = slot_TK.new_zeros(tokens, ranks + 1).scatter_(1, dest_TK, 1)
     sent_P = goes_TP.sum(0)

@@ -3,8 +3,11 @@
 Between two optimiser steps each layer's experts are dealt anew over the ranks of ep by the load
 that was measured (after the idea of DeepSeek's expert-parallel load balancer: DeepSeek-V3,
 arXiv:2412.19437, section 3.4). Weights, adapters, gradients and optimiser state move along, and the
-expert table says where each expert lies, so routing, checkpoints and exports do not notice. Hot
-experts are moved, not replicated.
+expert table says where each expert lies, so routing, checkpoints and exports do not notice.
+
+Where the table has more slots than experts (`Runtime.spare_slots`), hot experts lie in several:
+each serves a part of the expert's tokens, their gradients are summed (`moe_tp.parallel.replicas`),
+and a new replica begins with a copy of weights, gradient and moments.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ import torch
 from torch import nn
 
 from moe_tp.errors import ConfigError
-from moe_tp.experts.layer import refuse_replicas
 from moe_tp.experts.moe import MoE
 from moe_tp.parallel.collectives import raw_all_to_all
+from moe_tp.parallel.gradients import owed_axes
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import ParallelModule, splits, to_local
+from moe_tp.parallel.parameter import NamedSpec, named_specs, splits, to_local
+from moe_tp.parallel.replicas import mark_summed, owes_replicas, replicated
 from moe_tp.routing.table import ExpertTable, balanced_table
 
 __all__ = ["place", "rebalance"]
@@ -51,7 +55,10 @@ def rebalance(
     for layer in [module for module in model.modules() if isinstance(module, MoE)]:
         load_E = load[layer.layer]
         numbers = load_E.tolist() if isinstance(load_E, torch.Tensor) else list(load_E)
-        table = balanced_table(numbers, layer.table.ep)
+        extra = len(layer.table.slots) - layer.table.num_experts
+        if -(-layer.table.num_experts // layer.table.ep) == layer.table.slots_per_rank:
+            extra = 0  # slots are empty because experts do not divide evenly, not for replicas
+        table = balanced_table(numbers, layer.table.ep, extra_slots=extra)
         if _busiest(table, numbers) < _busiest(layer.table, numbers):
             place(layer, table, optimizer)
             moved[layer.layer] = table
@@ -61,7 +68,8 @@ def rebalance(
 def _busiest(table: ExpertTable, load_E: Sequence[float]) -> float:
     """Return the load of the rank that has most."""
     held = [table.experts_of_rank(rank) for rank in range(table.ep)]
-    return max(sum(load_E[e] for e in experts if e >= 0) for experts in held)
+    part_E = [load / len(slots) for load, slots in zip(load_E, table.replicas, strict=True)]
+    return max(sum(part_E[e] for e in experts if e >= 0) for experts in held)
 
 
 @torch.no_grad()
@@ -74,10 +82,11 @@ def place(layer: MoE, table: ExpertTable, optimizer: torch.optim.Optimizer | Non
         optimizer: whose state moves along.
 
     Raises:
-        ConfigError: the table does not fit, or as for `rebalance`.
+        ConfigError: the table does not fit, gradients are not settled where experts have
+            replicas, or as for `rebalance`.
 
     Collectives: for each parameter, gradient and optimiser moment an all-to-all over the owners of
-        tokens, of the experts that move.
+        tokens, of the experts that move or get another replica.
     """
     old = layer.table
     if (table.num_experts, table.ep, len(table.slots)) != (old.num_experts, old.ep, len(old.slots)):
@@ -86,38 +95,46 @@ def place(layer: MoE, table: ExpertTable, optimizer: torch.optim.Optimizer | Non
             f"cannot replace one of {old.num_experts} in {len(old.slots)} on ep={old.ep}; keep "
             "the numbers and change the order"
         )
-    refuse_replicas(table)
     if layer.own_dispatcher:
         raise ConfigError(
             f"layer {layer.layer} was given its dispatcher, which knows the old table; let the "
             "layer make its own to move experts"
         )
-    moves = []
-    for module in layer.modules():
-        if isinstance(module, ParallelModule):
-            for name, spec in module.specs.items():
-                if spec.slots is not None:
-                    param = module.get_parameter(name)
-                    moves.append((_plan(param, old, table, layer.mesh), _parts(param, optimizer)))
-                    module.specs[name] = replace(spec, slots=table.slots)
-    for plan, parts in moves:
+    found = [entry for entry in named_specs(layer) if entry.spec.slots is not None]
+    moves = [
+        (_plan(entry.param, old, table, layer.mesh), _parts(entry, table, optimizer))
+        for entry in found
+    ]
+    for entry, (plan, parts) in zip(found, moves, strict=True):
         for part in parts:
             _move(part, plan, layer.mesh)
+        spec = replace(entry.spec, slots=table.slots)
+        entry.module.specs[entry.name] = spec
+        mark_summed(entry._replace(spec=spec))
     layer.use_table(table)
 
 
-def _parts(param: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+def _parts(
+    entry: NamedSpec, table: ExpertTable, optimizer: torch.optim.Optimizer | None
+) -> list[torch.Tensor]:
     """Return the local tensors that hold something of each expert: value, gradient, moments."""
+    param = entry.param
     local = to_local(param)
     parts = [local]
     if param.grad is not None:
+        owed = owed_axes(param.grad) or owes_replicas(entry)
+        if owed and (replicated(entry.spec) or table.replicated):
+            raise ConfigError(
+                f"the gradient of {entry.fqn} is a sum over replicas that was not settled; place "
+                f"experts after settle_gradients, or after zero_grad"
+            )
         parts.append(to_local(param.grad))
     state = {} if optimizer is None else optimizer.state.get(param, {})
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or value.numel() <= 1 < local.numel():
             continue
         moment = to_local(value)
-        if moment.shape != local.shape:
+        if moment.shape != local.shape or hasattr(moment, "codes"):
             raise ConfigError(
                 f"the optimiser keeps {name!r} of shape {tuple(moment.shape)} for experts of shape "
                 f"{tuple(local.shape)}, which cannot be moved with them; choose AdamW or SGD"
@@ -149,27 +166,33 @@ def _plan(param: torch.Tensor, old: ExpertTable, new: ExpertTable, mesh: Mesh) -
     own = mesh.coordinate("edp") - run if dealt else 0
     base = run if dealt else mesh.coordinate("edp")
 
-    def owner(table: ExpertTable, expert: int) -> tuple[int, int]:
+    def owner(slot: int) -> tuple[int, int]:
         """Return rank among all owners of tokens, and local slot."""
-        ep, slot = divmod(table.replicas[expert][0], table.slots_per_rank)
+        ep, slot = divmod(slot, old.slots_per_rank)
         share, at = divmod(slot, chunk) if dealt else (0, slot)
         edp = base + share
         return (edp * mesh.size("ep") + ep) * mesh.size("etp") + mesh.coordinate("etp"), at
 
     me = ((base + own) * mesh.size("ep") + mesh.coordinate("ep")) * mesh.size("etp")
     me += mesh.coordinate("etp")
-    ranks, experts = mesh.size("stage"), range(old.num_experts)
-    send = sorted(
-        (owner(new, e)[0], e, owner(old, e)[1]) for e in experts if owner(old, e)[0] == me
-    )
-    fill = sorted(
-        (owner(old, e)[0], e, owner(new, e)[1]) for e in experts if owner(new, e)[0] == me
-    )
+    ranks = mesh.size("stage")
+    send, fill = [], []
+    for expert, slots in enumerate(new.replicas):
+        sources = [owner(slot) for slot in old.replicas[expert]]
+        for rank, at in map(owner, slots):
+            # from the rank's own replica where it has one, else from the first
+            source, its = next((s for s in sources if s[0] == rank), sources[0])
+            if source == me:
+                send.append((rank, expert, at, its))
+            if rank == me:
+                fill.append((source, expert, at, at))
+    send.sort()
+    fill.sort()
     return _Plan(
-        send=[slot for _, _, slot in send],
-        send_counts=[sum(rank == r for rank, _, _ in send) for r in range(ranks)],
-        fill=[slot for _, _, slot in fill],
-        recv_counts=[sum(rank == r for rank, _, _ in fill) for r in range(ranks)],
+        send=[slot for *_, slot in send],
+        send_counts=[sum(rank == r for rank, *_ in send) for r in range(ranks)],
+        fill=[slot for *_, slot in fill],
+        recv_counts=[sum(rank == r for rank, *_ in fill) for r in range(ranks)],
     )
 
 

@@ -31,7 +31,7 @@ class ServingDispatcher:
     def __init__(self, mesh: Mesh, table: ExpertTable) -> None:
         self._ep, self._etp = mesh.group("ep"), mesh.group("etp")
         self._num_slots = table.slots_per_rank
-        self._lookup = table.lookup(mesh.device)
+        self._lookup = table.lookup(mesh.device, owner=mesh.coordinate("stage"))
 
     def dispatch(self, x_TD: torch.Tensor, assignment: Assignment) -> Received:
         """Return all tokens of the group as rows; pairs of other ranks' experts are padding.

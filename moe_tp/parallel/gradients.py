@@ -24,11 +24,13 @@ from moe_tp.parallel.parameter import (
     NamedSpec,
     ParamSpec,
     gradient_placements,
+    local_index,
     mesh_of,
     named_specs,
     splits,
     to_local,
 )
+from moe_tp.parallel.replicas import mark_summed, refuse_unsummed, slot_shares, sum_replicas
 from moe_tp.parallel.zero import reshard
 
 _BUCKET_BYTES = 64 << 20
@@ -58,10 +60,11 @@ def settle_gradients(model: nn.Module) -> None:
 
     Collectives: all-reduces in fp32 over the owed axes (dense: dp_cp, with tp where the gradient
     covers owned tokens only; experts: edp; a tied embedding under pp: also the pipeline's two
-        ends), in buckets of 64 MiB.
+        ends), in buckets of 64 MiB; where experts have replicas, those of `sum_replicas` after.
     """
     reshard(model)  # a forward without backward leaves whole parameters, which carry no gradient
     debts: dict[tuple[str, ...], list[tuple[NamedSpec, torch.Tensor]]] = defaultdict(list)
+    paid: list[NamedSpec] = []
     # A parameter that two pipeline ranks hold never rests sharded, so it always shows a debt.
     mesh: Mesh | None = None
     for entry in named_specs(model):
@@ -70,9 +73,8 @@ def settle_gradients(model: nn.Module) -> None:
         mesh = entry.module.mesh
         _check_wrapped(entry)
         grad = _gradient(entry.param, entry.spec)
-        rows = entry.module.trained_rows.get(entry.name)
-        if rows is not None:
-            to_local(grad)[~rows.to(to_local(grad).device)] = 0
+        _drop_untrained(entry, to_local(grad))
+        paid.append(entry)
         axes = owed_axes(grad)
         if axes:
             ends = ("pp_ends",) if entry.spec.copies > 1 else ()
@@ -80,6 +82,17 @@ def settle_gradients(model: nn.Module) -> None:
     for axes in sorted(debts):
         assert mesh is not None
         _pay(debts[axes], _joint_groups(mesh, axes))
+    for entry in paid:
+        sum_replicas(entry)
+
+
+def _drop_untrained(entry: NamedSpec, grad: torch.Tensor) -> None:
+    """Zero the gradient of the part of a parameter that is not trained."""
+    kept = entry.module.trained_rows.get(entry.name)
+    if kept is not None:
+        index = local_index(entry.param, entry.spec)[0].tolist()
+        idle = [row for row, place in enumerate(index) if place not in kept]
+        grad[torch.tensor(idle, dtype=torch.int64, device=grad.device)] = 0
 
 
 def _check_wrapped(entry: NamedSpec) -> None:
@@ -165,6 +178,15 @@ def _weight_of_shard(param: nn.Parameter, copies: int, mesh: Mesh) -> float:
     return shards / (mesh.layout.stage_size * copies)
 
 
+def _square(local: torch.Tensor, entry: NamedSpec | None) -> torch.Tensor:
+    """Return the sum of squares of a gradient's local part; replicas of an expert share it."""
+    shares = None if entry is None else slot_shares(entry.param, entry.spec)
+    if shares is None:
+        return torch.linalg.vector_norm(local, dtype=torch.float64).square()
+    norms = torch.linalg.vector_norm(local.flatten(1), dim=1, dtype=torch.float64)
+    return norms.square() @ shares.to(norms.device)
+
+
 def gradient_norm(model: nn.Module, *, norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients of a model as one vector, each element counted once.
 
@@ -180,24 +202,27 @@ def gradient_norm(model: nn.Module, *, norm_type: float = 2.0) -> torch.Tensor:
     """
     mesh = mesh_of(model)
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    names = {id(entry.param): entry.fqn for entry in named_specs(model)}
-    copies = {id(entry.param): entry.spec.copies for entry in named_specs(model)}
+    entries = {id(entry.param): entry for entry in named_specs(model)}
     for param in model.parameters():
         if param.grad is None:
             continue
+        entry = entries.get(id(param))
         if isinstance(param.grad, DTensor) and owed_axes(param.grad):
             raise ConfigError(
-                f"the gradient of {names.get(id(param), 'a parameter')} still owes a sum over "
+                f"the gradient of {entry.fqn if entry else 'a parameter'} still owes a sum over "
                 f"{', '.join(owed_axes(param.grad))}; call settle_gradients(model) first"
             )
+        if entry is not None:
+            refuse_unsummed(entry)
         local = to_local(param.grad)
         if local.numel() == 0:
             continue
-        value = torch.linalg.vector_norm(local, norm_type, dtype=torch.float64).to(total.device)
         if math.isinf(norm_type):
-            total = torch.maximum(total, value)
+            value = torch.linalg.vector_norm(local, norm_type, dtype=torch.float64)
+            total = torch.maximum(total, value.to(total.device))
         else:
-            total += value.square() * _weight_of_shard(param, copies.get(id(param), 1), mesh)
+            copies = entry.spec.copies if entry else 1
+            total += _square(local, entry).to(total.device) * _weight_of_shard(param, copies, mesh)
     if math.isinf(norm_type):
         # A maximum over ranks may lose a NaN, so that travels beside it.
         pair = torch.stack([total.isnan().to(total.dtype), total.nan_to_num(posinf=torch.inf)])
@@ -239,6 +264,8 @@ def clip_grad_norm(
         for param in model.parameters():
             if param.grad is not None:
                 to_local(param.grad).mul_(coefficient)
+        for entry in named_specs(model):
+            mark_summed(entry)  # the sum is another number now, and still a sum
     return norm
 
 

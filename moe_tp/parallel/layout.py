@@ -131,6 +131,7 @@ class Runtime:
         dispatcher: `auto` or the name of a dispatcher of `moe_tp.experts`.
         experts: `auto` or the name of an expert back end of `moe_tp.experts`.
         wire_dtype: dtype in which partial expert sums travel back; None means fp32.
+        spare_slots: slots for experts of each rank of ep beyond its share: replicas of hot experts.
         dispatch_rows: rows that a rank may receive at a time from a dispatcher; None: any number.
         loss_chunk: tokens whose logits are held at a time by the loss.
         overlap: send expert rows while other work of the layer runs.
@@ -154,6 +155,7 @@ class Runtime:
     dispatcher: str = "auto"
     experts: str = "auto"
     wire_dtype: torch.dtype | None = None
+    spare_slots: int = 0
     dispatch_rows: int | None = None
     loss_chunk: int = 1024
     overlap: bool = True
@@ -172,6 +174,8 @@ class Runtime:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.spare_slots < 0:
+            raise ConfigError(f"spare_slots={self.spare_slots} must be at least 0")
         for name in ("compute_dtype", "master_dtype", "wire_dtype"):
             value = getattr(self, name)
             known = isinstance(value, torch.dtype) and value.is_floating_point

@@ -130,8 +130,8 @@ class ParallelModule(nn.Module):
         mesh: the mesh.
         specs: what each of its own parameters is.
         low_rank: what an adapter does to its product; None without one.
-        trained_rows: by name of a parameter of which only a part is trained, True for each local
-            element of dimension 0 that is: `settle_gradients` zeroes the gradient of the others.
+        trained_rows: by name of a parameter of which only a part is trained, the logical indices
+            of dimension 0 that are: `settle_gradients` zeroes the gradient of the others.
         gradient_scale: factor that `settle_gradients` applies (1/ranks in a host that averages).
         lr_scale: factor on the learning rate of its parameters, for `parameter_groups`.
     """
@@ -143,7 +143,7 @@ class ParallelModule(nn.Module):
         self.gradient_scale = 1.0
         self.lr_scale = 1.0
         self.low_rank: LowRankTerm | None = None
-        self.trained_rows: dict[str, torch.Tensor] = {}
+        self.trained_rows: dict[str, frozenset[int]] = {}
         self._fp32_buffers: set[str] = set()
 
     def add_parameter(self, name: str, spec: ParamSpec, dtype: torch.dtype) -> None:

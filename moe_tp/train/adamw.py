@@ -165,7 +165,8 @@ class SmallAdamW(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Return 64 random bits for each element of the rows."""
         entry = self._entries[param]  # type: ignore[index]
-        index = [i.to(param.device) for i in local_index(entry.param, entry.spec)]
+        spec = entry.module.specs[entry.name]  # experts may have moved since
+        index = [i.to(param.device) for i in local_index(entry.param, spec)]
         number = index[0][rows] if index else torch.zeros((), dtype=torch.int64)
         for i, size in zip(index[1:], entry.spec.shape[1:], strict=True):
             number = number.unsqueeze(-1) * size + i

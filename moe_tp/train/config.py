@@ -13,6 +13,7 @@ import torch
 from moe_tp.errors import ConfigError
 from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.train.lora import LoRAConfig
+from moe_tp.train.overrides import BalanceLoss
 
 Format = Literal["auto", "text", "messages", "prompt", "alpaca", "sharegpt", "tokens"]
 LongDocuments = Literal["auto", "split", "truncate", "drop"]
@@ -27,7 +28,8 @@ _AT_LEAST_1 = (
     "micro_batch", "global_batch", "keep", "load_every", "max_bad_steps", "sample_tokens"
 )  # fmt: skip
 _AT_LEAST_0 = (
-    "warmup_steps", "sample_every", "eval_every", "save_every", "keep_best", "probe_tokens"
+    "warmup_steps", "sample_every", "eval_every", "save_every", "keep_best", "probe_tokens",
+    "rebalance_every",
 )  # fmt: skip
 
 _NOT_NEGATIVE = (
@@ -116,7 +118,12 @@ class TrainConfig:
         max_grad_norm: gradients are scaled down to this norm; 0: never.
         balance_coef: of the routers' load-balance loss; none: the model's own. It is added
             whether or not anybody asks for router logits.
+        balance_kind: over which tokens that loss looks: `micro_batch`, over all ranks; `sequence`,
+            each row or packed document by itself; `global_batch`, the step so far;
+            `global_batch_exact`, all of the step, for one more forward pass; none: the model's own.
         z_coef: of the routers' z-loss; none: the model's own.
+        rebalance_every: steps after which experts are dealt anew over the ranks of ep, by the load
+            since the last time, hot ones with replicas in runtime.spare_slots; 0: never.
         freeze: what is not trained: patterns over hub names (`model.layers.0.*`, `q_proj`), groups
             (router, experts, shared_experts, attention, norms, embeddings), or `experts.3`, that
             expert of every layer. A frozen router keeps its correction bias too.
@@ -165,7 +172,9 @@ class TrainConfig:
     min_lr_ratio: float = 0.1
     max_grad_norm: float = 1.0
     balance_coef: float | None = None
+    balance_kind: BalanceLoss | None = None
     z_coef: float | None = None
+    rebalance_every: int = 0
     freeze: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     residual_dropout: float | None = None
@@ -216,6 +225,11 @@ class TrainConfig:
         if self.optimizer == "sgd" and self.moments != "float32":
             raise ConfigError(
                 f"train.moments={self.moments!r} is for adamw and muon; leave it out with sgd"
+            )
+        if self.rebalance_every and self.moments == "8bit":
+            raise ConfigError(
+                f"train.rebalance_every={self.rebalance_every} moves experts with their moments, "
+                f"but train.moments='8bit' are kept in blocks of several; choose 'bfloat16'"
             )
         if self.residual_dropout is not None and not 0 <= self.residual_dropout < 1:
             raise ConfigError(f"train.residual_dropout={self.residual_dropout} must lie in [0, 1)")

@@ -15,14 +15,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-import torch
 from torch import nn
 
 from moe_tp.checkpoint.rules import Piece
 from moe_tp.errors import ConfigError
 from moe_tp.experts.router import Router
 from moe_tp.models.decoder import Decoder
-from moe_tp.parallel.parameter import ParallelModule, local_index, named_specs
+from moe_tp.parallel.parameter import ParallelModule, named_specs
 
 GROUPS = {
     "attention": r"layers\.\d+\.attention\..*",
@@ -81,12 +80,10 @@ def train_rows(module: ParallelModule, name: str, experts: Collection[int]) -> N
         name: of the parameter.
         experts: their numbers.
     """
-    param = module.get_parameter(name)
-    spec = module.specs[name]
-    places = local_index(param, spec)[0].tolist()
-    rows = torch.tensor([place in experts for place in places], dtype=torch.bool)
-    module.trained_rows[name] = rows.to(module.mesh.device)
-    module.specs[name] = replace(spec, role="norm")  # the optimiser's group without decay
+    module.trained_rows[name] = frozenset(experts)
+    module.specs[name] = replace(
+        module.specs[name], role="norm"
+    )  # the optimiser's group without decay
 
 
 def check_experts(model: nn.Module, experts: Sequence[int], setting: str) -> None:

@@ -8,6 +8,7 @@ import sys
 import torch
 
 from moe_tp.checkpoint.agree import gather_json
+from moe_tp.errors import MoeTpError
 from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.parameter import named_specs, to_local
 
@@ -37,3 +38,17 @@ def non_finite_parameter(model: Decoder) -> str:
         if name is not None:
             return f"rank {rank}: gradient of {name}"
     return "loss"
+
+
+def hopeless(bad_in_a_row: int, step: int) -> MoeTpError:
+    """Return the error of a run whose last steps had a loss or gradient that is not finite.
+
+    Args:
+        bad_in_a_row: such steps, `train.max_bad_steps` of them.
+        step: steps done.
+    """
+    return MoeTpError(
+        f"the last {bad_in_a_row} steps had a loss or gradient that is not finite, so the run "
+        f"stops at step {step} (train.max_bad_steps={bad_in_a_row}); lower train.lr or look at the "
+        f"data"
+    )

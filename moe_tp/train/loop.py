@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from moe_tp.checkpoint.agree import together
-from moe_tp.errors import MoeTpError
 from moe_tp.experts.router import forget_router_load, update_router_bias
 from moe_tp.models.load import from_pretrained, save_pretrained
 from moe_tp.parallel.gradients import clip_grad_norm, settle_gradients
@@ -21,13 +20,14 @@ from moe_tp.train.config import FinetuneConfig
 from moe_tp.train.data import DataStream, load_rows, warn_of_length
 from moe_tp.train.evaluate import evaluate
 from moe_tp.train.freeze import choose_trained
-from moe_tp.train.health import non_finite_parameter, peak_memory
+from moe_tp.train.health import hopeless, non_finite_parameter, peak_memory
 from moe_tp.train.journal import Journal
 from moe_tp.train.load import StepLoad, step_load
 from moe_tp.train.lora import apply_lora, merge_lora
 from moe_tp.train.lora_io import save_adapter
 from moe_tp.train.optim import make_optimizer, rate_factor, set_rate
 from moe_tp.train.overrides import set_balance, set_residual_dropout
+from moe_tp.train.placing import Placement
 from moe_tp.train.probe import write_probe
 from moe_tp.train.progress import ProgressLine
 from moe_tp.train.report import write_report
@@ -108,7 +108,7 @@ class Run:
         self._own_dropout = self.model.config.residual_dropout
         if config.train.residual_dropout is not None:
             set_residual_dropout(self.model, config.train.residual_dropout)
-        set_balance(self.model, config.train.balance_coef, config.train.z_coef)
+        set_balance(self.model, (t := config.train).balance_coef, t.z_coef, t.balance_kind)
         if config.lora is not None:
             apply_lora(self.model, config.lora)
         choose_trained(self.model, config.train.freeze, config.train.only)
@@ -130,6 +130,7 @@ class Run:
             )
         self.steps = self._num_steps()
         self.optimizer = make_optimizer(self.model, config.train, seed=config.seed)
+        self.placement = Placement(self.model, config.train.rebalance_every)
         self.saver = Saver(mesh, background=config.train.async_save)
         self.step = self.total_tokens = self.bad_steps = self.bad_in_a_row = 0
         self.last_loss: float | None = None
@@ -155,7 +156,9 @@ class Run:
                 if samples is not None and self._due(self.config.train.sample_every):
                     samples.draw(self.model, self.step, journal)
                 journal.step(line, load)
-                self._stop_if_hopeless()
+                if self.bad_in_a_row >= self.config.train.max_bad_steps:
+                    self.saver.wait()
+                    raise hopeless(self.bad_in_a_row, self.step)
                 every = self.config.train.save_every
                 self.stopped = any_rank(told_to_stop(), self.mesh)
                 if self.stopped or (every and self.step % every == 0):
@@ -195,6 +198,7 @@ class Run:
             "bad_in_a_row": self.bad_in_a_row,
             "last_loss": self.last_loss,
             "stream": self.stream.state(),
+            "placement": self.placement.state(),
         }
         return save_checkpoint(
             self.model,
@@ -214,7 +218,7 @@ class Run:
         Raises:
             CheckpointError: it is torn, or of another model or data; see `resume_run`.
         """
-        counters = resume_run(checkpoint, self.model, self.optimizer, self.config)
+        counters = resume_run(checkpoint, self.model, self.optimizer, self.config, self.placement)
         self.stream.restore(counters.pop("stream"))
         for name, value in counters.items():
             assert hasattr(self, name), name
@@ -278,6 +282,7 @@ class Run:
             self.bad_in_a_row += 1
         self.step += 1
         self.total_tokens += out.target_tokens
+        self.placement.after_step(self.step, out.aux.counts_LE, self.optimizer)
         load = step_load(self.model, out.aux)
         line = self._line(out, load, norm, rate, time.monotonic() - start)
         if not good:
@@ -394,13 +399,3 @@ class Run:
         }
         line["memory_gib"] = round(peak_memory(self.mesh.device) / 2**30, 4)
         return line
-
-    def _stop_if_hopeless(self) -> None:
-        if self.bad_in_a_row < self.config.train.max_bad_steps:
-            return
-        self.saver.wait()
-        raise MoeTpError(
-            f"the last {self.bad_in_a_row} steps had a loss or gradient that is not finite, so the "
-            f"run stops at step {self.step} (train.max_bad_steps="
-            f"{self.config.train.max_bad_steps}); lower train.lr or look at the data"
-        )

@@ -37,6 +37,7 @@ from moe_tp.parallel.mesh import Mesh
 from moe_tp.train.adamw import SmallAdamW
 from moe_tp.train.config import FinetuneConfig
 from moe_tp.train.lora import LoRAConfig, apply_lora, merge_lora
+from moe_tp.train.placing import Placement
 from moe_tp.train.saver import Saver
 from moe_tp.train.settings import from_mapping, to_mapping
 
@@ -183,9 +184,15 @@ def find_checkpoint(config: FinetuneConfig, mesh: Mesh, *, resume: bool) -> Path
 
 
 def resume_run(
-    path: Path, model: Decoder, optimizer: torch.optim.Optimizer, config: FinetuneConfig
+    path: Path,
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    config: FinetuneConfig,
+    placement: Placement,
 ) -> dict[str, Any]:
     """Return the counters of a checkpoint, having filled model and optimiser; collective.
+
+    Experts lie where they lay, if the layout has the same slots.
 
     Raises:
         CheckpointError: it is torn or of another model; the settings differ where they must not.
@@ -194,22 +201,35 @@ def resume_run(
     """
     mesh = model.mesh
 
-    def compare() -> None:
+    def compare() -> dict[str, Any] | None:
         facts = facts_of(path)
         _check_settings(path, facts["settings"], to_mapping(config))
         mine, saved = model.config, ModelConfig.from_hub(facts["model"]["config"])
-        same = dataclasses.replace(saved, residual_dropout=mine.residual_dropout)
+        router = dataclasses.replace(  # settings of the run, not of the model
+            saved.moe.router,
+            balance_kind=mine.moe.router.balance_kind,
+            balance_exact=mine.moe.router.balance_exact,
+        )
+        same = dataclasses.replace(
+            saved,
+            residual_dropout=mine.residual_dropout,
+            moe=dataclasses.replace(saved.moe, router=router),
+        )
         if same != mine:
             raise ConfigError(
                 f"{path}: is of another model than model={config.model}; resume with the model "
                 f"folder it was started with ({facts['model']['source']})"
             )
 
-    together(compare, mesh.group("world"), mesh.device)
+        found: dict[str, Any] | None = facts["counters"].get("placement")
+        return found
+
+    placement.restore(together(compare, mesh.group("world"), mesh.device))
     facts = load_state(model, optimizer, path)
     if isinstance(optimizer, SmallAdamW):
         optimizer.adopt_state()
     counters: dict[str, Any] = facts["counters"]
+    counters.pop("placement", None)
     return counters
 
 

@@ -45,7 +45,8 @@ class Losses:
     """Which router losses are added to the cross entropy, and how strongly."""
 
     balance: float = 0.0
-    kind: str = "micro_batch"  # or "pooled": transformers' mean over all layers
+    # or "sequence", "global_batch", "global_batch_exact"; "pooled": transformers' mean over layers
+    kind: str = "micro_batch"
     z: float = 0.0
 
 

@@ -6,7 +6,7 @@ Letters: T tokens · E experts · K choices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,8 @@ __all__ = [
     "choose",
     "flip_gap",
     "pooled_balance_loss",
+    "sequence_balance_loss",
+    "step_balance_loss",
     "z_loss",
 ]
 
@@ -151,6 +153,55 @@ def pooled_balance_loss(layers: Sequence[Sequence[Routing]], gate: Gate) -> torc
     shares, means = zip(*[_load(parts, gate)[:2] for parts in layers], strict=True)
     share_E, mean_E = torch.stack(shares).mean(0), torch.stack(means).mean(0)
     return gate.top_k * share_E.shape[0] * (share_E * mean_E).sum()
+
+
+def sequence_balance_loss(
+    layers: Sequence[Sequence[Routing]], sequences: Sequence[torch.Tensor], gate: Gate
+) -> torch.Tensor:
+    """Return the sum over layers of the mean over sequences of each one's balance loss.
+
+    Args:
+        layers: for each MoE layer its parts.
+        sequences: for each part the number of each token's sequence, `[T]`; another part's
+            sequences are others.
+        gate: the family's rules.
+    """
+    total = layers[0][0].logits_TE.new_zeros(())
+    for parts in layers:
+        losses = []
+        for part, sequence_T in zip(parts, sequences, strict=True):
+            for number in sequence_T[part.real_T].unique().tolist():
+                mine_T = part.real_T & (sequence_T == number)
+                share_E, mean_E, _ = _load([replace(part, real_T=mine_T)], gate)
+                losses.append(share_E.shape[0] * (share_E * mean_E).sum())
+        if losses:
+            total = total + torch.stack(losses).mean()
+    return total
+
+
+def step_balance_loss(
+    steps: Sequence[Sequence[Sequence[Routing]]], gate: Gate, *, exact: bool
+) -> torch.Tensor:
+    """Return the sum over layers of the balance loss of a whole step.
+
+    Scores are averaged over all tokens of the step. The share of the choices is that of the whole
+    step, or for each micro-batch that of the step up to its end.
+
+    Args:
+        steps: for each micro-batch its layers, each with its parts.
+        gate: the family's rules.
+        exact: the whole step's choices.
+    """
+    total = steps[0][0][0].logits_TE.new_zeros(())
+    for at in range(len(steps[0])):
+        everything = [part for layers in steps for part in layers[at]]
+        tokens = max(sum(int(part.real_T.sum()) for part in everything), 1)
+        for m, layers in enumerate(steps):
+            known = everything if exact else [p for earlier in steps[: m + 1] for p in earlier[at]]
+            share_E = _load(known, gate)[0]
+            _, mean_E, own = _load(layers[at], gate)
+            total = total + share_E.shape[0] * (share_E * mean_E).sum() * own / tokens
+    return total
 
 
 def z_loss(layers: Sequence[Sequence[Routing]]) -> torch.Tensor:

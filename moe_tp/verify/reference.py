@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from moe_tp.errors import CheckpointError
 from moe_tp.verify import gate as gating
-from moe_tp.verify.attention import attend, rms_norm, rotation, turn, visible
+from moe_tp.verify.attention import attend, documents, rms_norm, rotation, turn, visible
 from moe_tp.verify.data import Batch, Losses, Outcome, Trace, targets
 from moe_tp.verify.family import Facts, facts
 from moe_tp.verify.gate import Routing
@@ -68,7 +68,8 @@ class Reference:
         """Return losses, logits, routing and gradients of one optimiser step.
 
         The loss is the sum over all targets divided by their number; router losses are those of the
-        micro-batches (each over the union of its ranks), averaged over the micro-batches.
+        micro-batches (each over the union of its ranks), averaged over the micro-batches, or of the
+        whole step where their kind is `global_batch`.
 
         Args:
             micro_batches: for each micro-batch the part of each rank.
@@ -79,7 +80,6 @@ class Reference:
         """
         losses = losses or Losses()
         total = torch.zeros((), dtype=self.dtype)
-        aux = torch.zeros((), dtype=self.dtype)
         count = 0
         logits: list[list[torch.Tensor]] = []
         routing: list[list[list[Routing]]] = []
@@ -96,7 +96,7 @@ class Reference:
                 target_BS = targets(batch)
                 count += int((target_BS != -100).sum())
                 total = total + _cross_entropy_sum(trace.logits_BSV, target_BS)
-            aux = aux + self._router_losses(routing[m], losses) / len(micro_batches)
+        aux = self._router_losses(micro_batches, routing, losses)
         loss = total / max(count, 1)
         gradients = self._gradients(loss + aux) if backward else {}
         return Outcome(
@@ -144,19 +144,46 @@ class Reference:
         self._check_all_used()
         return Trace(logits_BSV=logits_BSV, routing=routing, hidden=hidden)
 
-    def _router_losses(self, parts: Sequence[Sequence[Routing]], losses: Losses) -> torch.Tensor:
-        """Return the weighted router losses of one micro-batch."""
-        aux = torch.zeros((), dtype=self.dtype)
-        layers = [list(layer) for layer in zip(*parts, strict=True)]
-        if not layers:
+    def _router_losses(
+        self,
+        micro_batches: Sequence[Sequence[Batch]],
+        routing: Sequence[Sequence[Sequence[Routing]]],
+        losses: Losses,
+    ) -> torch.Tensor:
+        """Return the weighted router losses of a step."""
+        gate, aux = self.facts.gate, torch.zeros((), dtype=self.dtype)
+        steps = [[list(layer) for layer in zip(*parts, strict=True)] for parts in routing]
+        if not steps or not steps[0]:
             return aux
-        if losses.balance:
-            pooled = losses.kind == "pooled"
-            form = gating.pooled_balance_loss if pooled else gating.balance_loss
-            aux = aux + losses.balance * form(layers, self.facts.gate)
-        if losses.z:
-            aux = aux + losses.z * gating.z_loss(layers)
-        return aux
+        if losses.kind.startswith("global_batch"):
+            exact = losses.kind == "global_batch_exact"
+            if losses.balance:
+                aux = aux + losses.balance * gating.step_balance_loss(steps, gate, exact=exact)
+            if losses.z:
+                whole = [[p for layers in steps for p in layers[at]] for at in range(len(steps[0]))]
+                aux = aux + losses.z * gating.z_loss(whole)
+            return aux
+        for batches, layers in zip(micro_batches, steps, strict=True):
+            if losses.balance:
+                aux = aux + losses.balance * self._balance(batches, layers, losses.kind)
+            if losses.z:
+                aux = aux + losses.z * gating.z_loss(layers)
+        return aux / len(steps)
+
+    def _balance(
+        self, batches: Sequence[Batch], layers: Sequence[Sequence[Routing]], kind: str
+    ) -> torch.Tensor:
+        """Return the balance loss of one micro-batch, without its weight."""
+        if kind == "pooled":
+            return gating.pooled_balance_loss(layers, self.facts.gate)
+        if kind == "sequence":
+            numbers = []
+            for batch in batches:
+                rows, length = batch.input_ids.shape
+                row_B1 = torch.arange(rows)[:, None] * max(length, 1)
+                numbers.append((row_B1 + documents(batch.positions)).flatten())
+            return gating.sequence_balance_loss(layers, numbers, self.facts.gate)
+        return gating.balance_loss(layers, self.facts.gate)
 
     def _gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
         leaves = list(self.weights.values())

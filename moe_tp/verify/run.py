@@ -15,11 +15,13 @@ import torch.distributed as dist
 
 from moe_tp.checkpoint import gather_named
 from moe_tp.errors import ConfigError, MoeTpError
+from moe_tp.experts.router import forget_router_load
 from moe_tp.models import ModelConfig, from_pretrained
 from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.gradients import clip_grad_norm, parameter_groups, settle_gradients
 from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.parallel.mesh import Mesh
+from moe_tp.train.overrides import BalanceLoss, set_balance
 from moe_tp.train.step import forward_backward
 from moe_tp.verify.batches import make_step
 from moe_tp.verify.compare import Findings, Report, tolerances_for
@@ -32,6 +34,7 @@ from moe_tp.verify.watch import Choices, first_sample, watch
 __all__ = ["verify"]
 
 T = TypeVar("T")
+_COEF = 0.01  # of a balance loss that is asked for, where the model gives it no weight
 
 
 def verify(
@@ -45,6 +48,7 @@ def verify(
     seed: int = 0,
     micro_batches: int = 2,
     optimizer: str = "adamw",
+    balance: BalanceLoss | None = None,
     device: torch.device | str | None = None,
 ) -> Report:
     """Return whether a layout computes what one process computes; collective, the same everywhere.
@@ -64,6 +68,7 @@ def verify(
         seed: of the batches.
         micro_batches: of each step.
         optimizer: "adamw" (eps 1e-4; 1e-8 in fp64) or "sgd" with momentum.
+        balance: the load-balance loss, of the model's weight or 0.01; None: the model's own.
         device: as for `Mesh`.
 
     Raises:
@@ -77,11 +82,19 @@ def verify(
         raise ConfigError(f"tokens={tokens} compares nothing; choose 1 or more")
     config = ModelConfig.from_hub(read_config(path))
     _refuse(config, optimizer, steps)
+    layout = layout or ParallelLayout()
+    _refuse_estimate(config, balance, layout)
     half = dtype == torch.bfloat16
     runtime = replace(runtime or Runtime(), compute_dtype=dtype) if half else runtime or Runtime()
-    mesh = _mesh(layout or ParallelLayout(), runtime, device)
+    mesh = _mesh(layout, runtime, device)
     wide = torch.float32 if half else dtype
     model = from_pretrained(path, mesh, dtype=wide)
+    if balance is not None:
+        coef = config.moe.router.balance_coef or _COEF
+        set_balance(model, coef, None, balance)
+        router = replace(model.config.moe.router, balance_coef=coef)
+        config = replace(config, moe=replace(config.moe, router=router))
+        model.config = config
     model.train(not _random(config))
     batches = [
         make_step(
@@ -138,6 +151,7 @@ def _run_layout(
             compare_step(findings, results, step, truth.outcomes[s], truth.reference, s == 0)
         if steps:
             optimise.step()
+        forget_router_load(model)  # the next step counts anew; the correction bias stays
     if steps:
         weights = _host(gather_named(model, "param"))
         if mesh.rank == 0:
@@ -180,15 +194,24 @@ def _refuse(config: ModelConfig, optimizer: str, steps: int) -> None:
             f"verify compares layouts, but this router's choice depends on the layout "
             f"({router.layout_dependence}); choose kind='top_k' without capacity"
         )
-    if router.balance_coef and router.balance_kind != "micro_batch":
-        raise ConfigError(
-            f"verify computes balance_kind='micro_batch', not {router.balance_kind!r}; set "
-            f"balance_coef=0 to compare the rest"
-        )
     if optimizer not in ("adamw", "sgd"):
         raise ConfigError(f"optimizer={optimizer!r} is not one of adamw, sgd")
     if steps < 0:
         raise ConfigError(f"steps={steps} must be at least 0")
+
+
+def _refuse_estimate(
+    config: ModelConfig, balance: BalanceLoss | None, layout: ParallelLayout
+) -> None:
+    """Refuse a loss that a pipeline's schedule decides."""
+    router = config.moe.router
+    own = router.balance_kind == "global_batch" and not router.balance_exact and router.balance_coef
+    if layout.pp > 1 and (balance == "global_batch" if balance else own):
+        raise ConfigError(
+            f"balance_kind='global_batch' looks at the step so far, and with pp={layout.pp} a "
+            f"stage runs several micro-batches forward before it has counted one, so no other "
+            f"layout has the same estimate; choose balance='global_batch_exact', or pp=1"
+        )
 
 
 def _random(config: ModelConfig) -> bool:
@@ -200,7 +223,9 @@ def _random(config: ModelConfig) -> bool:
 
 def _losses(config: ModelConfig) -> Losses:
     router = config.moe.router
-    return Losses(balance=router.balance_coef, z=router.z_coef)
+    exact = router.balance_kind == "global_batch" and router.balance_exact
+    kind = "global_batch_exact" if exact else router.balance_kind
+    return Losses(balance=router.balance_coef, kind=kind, z=router.z_coef)
 
 
 def _mesh(layout: ParallelLayout, runtime: Runtime, device: torch.device | str | None) -> Mesh:
