@@ -182,8 +182,9 @@ def _square(local: torch.Tensor, entry: NamedSpec | None) -> torch.Tensor:
     """Return the sum of squares of a gradient's local part; replicas of an expert share it."""
     shares = None if entry is None else slot_shares(entry.param, entry.spec)
     if shares is None:
-        return torch.linalg.vector_norm(local, dtype=torch.float64).square()
-    norms = torch.linalg.vector_norm(local.flatten(1), dim=1, dtype=torch.float64)
+        whole: torch.Tensor = torch.linalg.vector_norm(local, dtype=torch.float64)
+        return whole.square()
+    norms: torch.Tensor = torch.linalg.vector_norm(local.flatten(1), dim=1, dtype=torch.float64)
     return norms.square() @ shares.to(norms.device)
 
 

@@ -37,7 +37,8 @@ def set_balance(
     changed: dict[str, Any] = {n: value for n, value in given.items() if value is not None}
     if kind is not None:
         exact = kind == "global_batch_exact"
-        looks: dict[str, Any] = {"balance_kind": "global_batch" if exact else kind, "balance_exact": exact}
+        looks: dict[str, Any] = {"balance_exact": exact}
+        looks["balance_kind"] = "global_batch" if exact else kind
         changed |= looks
         # a step asks the model's config, on pipeline ranks without a router too
         moe = model.config.moe
