@@ -108,3 +108,12 @@ def test_what_cannot_be_moved_is_said() -> None:
     given = MoE(8, 8, RouterConfig(3, 2), mesh, seed=0, dispatcher=own)
     with pytest.raises(ConfigError, match="was given its dispatcher"):
         place(given, ExpertTable(3, 1, (2, 0, 1)))
+
+
+def test_experts_in_few_bits_stay_where_they_are() -> None:
+    """F3: their weights are no parameters that could move along."""
+    layer = MoE(64, 64, RouterConfig(3, 2), Mesh.single(), seed=0)
+    layer.experts.requires_grad_(False)
+    layer.experts.quantize("int8")
+    with pytest.raises(ConfigError, match="few bits, which do not move"):
+        place(layer, ExpertTable(3, 1, (2, 0, 1)))

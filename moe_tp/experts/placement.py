@@ -100,6 +100,11 @@ def place(layer: MoE, table: ExpertTable, optimizer: torch.optim.Optimizer | Non
             f"layer {layer.layer} was given its dispatcher, which knows the old table; let the "
             "layer make its own to move experts"
         )
+    if layer.experts.quantized is not None:
+        raise ConfigError(
+            f"layer {layer.layer} holds its experts in few bits, which do not move; leave the base "
+            f"as it is (lora.base), or the experts where they are (train.rebalance_every=0)"
+        )
     found = [entry for entry in named_specs(layer) if entry.spec.slots is not None]
     moves = [
         (_plan(entry.param, old, table, layer.mesh), _parts(entry, table, optimizer))
