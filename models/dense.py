@@ -240,9 +240,11 @@ class MadeFiles:
         """Return up to `length` bytes from `offset`."""
         return self.files[file][offset : offset + length]
 
-    def read_into(self, file: str, offset: int, out: memoryview) -> None:
-        """Fill `out` from `offset` on."""
-        out[:] = self.files[file][offset : offset + len(out)]
+    def read_into(self, file: str, offset: int, *out: memoryview) -> None:
+        """Fill `out`, one after the other, from `offset` on."""
+        for view in out:
+            view[:] = self.files[file][offset : offset + len(view)]
+            offset += len(view)
 
     def expect(self, file: str, offset: int, length: int) -> None:
         """Do nothing: all is here."""

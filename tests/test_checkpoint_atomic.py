@@ -16,6 +16,7 @@ import pytest
 from checkpoint_toy import Toy, constant, make_mesh, save, value_of
 
 from moe_tp.checkpoint import atomic, writer
+from moe_tp.checkpoint.scan import UNFINISHED
 from moe_tp.errors import CheckpointError
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.testing import run_crash, run_ranks
@@ -246,3 +247,16 @@ def test_without_an_exchange_of_names(tmp_path: Path, monkeypatch: pytest.Monkey
         save(model, tmp_path / "ckpt")
         assert value_of(tmp_path / "ckpt") == value
     assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_what_a_killed_save_left_is_refused_by_name(tmp_path: Path) -> None:
+    """K5: from its first moment, before the marker lies in it, a folder of a save is called so."""
+    work = atomic.begin(tmp_path / "ckpt")
+    with pytest.raises(CheckpointError, match=r"unfinished save .*json lies in it"):
+        value_of(work)
+    (work / UNFINISHED).unlink()
+    with pytest.raises(CheckpointError, match=r"unfinished save .nothing lies in it"):
+        value_of(work)
+    with pytest.raises(CheckpointError) as plainly_empty:
+        value_of(tmp_path)
+    assert "unfinished" not in str(plainly_empty.value)

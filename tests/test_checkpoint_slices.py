@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import save_file
+from tiny_hubs import MIXTRAL
 
 from moe_tp.checkpoint import HubFolder, load, load_into, save_hub, supply, writer
 from moe_tp.checkpoint.progress import Bar
+from moe_tp.models import ModelConfig, build, from_pretrained, save_pretrained
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import to_local
 from moe_tp.testing import run_ranks
@@ -26,9 +29,9 @@ def watched(folder: HubFolder) -> list[int]:
     sizes: list[int] = []
     read = folder.storage.read_into
 
-    def note(file: str, offset: int, out: memoryview) -> None:
-        sizes.append(len(out))
-        read(file, offset, out)
+    def note(file: str, offset: int, *out: memoryview) -> None:
+        sizes.append(sum(map(len, out)))
+        read(file, offset, *out)
 
     folder.storage.read_into = note  # type: ignore[method-assign]
     return sizes
@@ -64,6 +67,34 @@ def test_each_rank_asks_for_its_own_slice(wide: tuple[Path, torch.Tensor]) -> No
     assert len(sizes) == 1
     assert folder.counter.slices - before == 40 * 16 * 2
     assert folder.gap_bytes == sum(sizes) - 40 * 16 * 2
+
+
+def test_rows_and_gaps_in_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K6: joined rows go straight to their places, also where the system fills fewer buffers or
+    bytes than it was asked to; empty buffers and more than a call may take are fine."""
+    rows = torch.randn(1500, 64).bfloat16()
+    folder = HubFolder(write_folder(tmp_path, {"w": rows}))
+    calls = []
+    preadv = os.preadv
+
+    def short(file: int, views: list[memoryview], at: int) -> int:
+        calls.append(len(views))
+        room, kept = 5000, []
+        for view in views:
+            kept.append(view[:room])
+            room -= len(kept[-1])
+        return preadv(file, kept, at)
+
+    monkeypatch.setattr(os, "preadv", short)
+    assert torch.equal(folder.read_slice("w", (slice(None), slice(8, 40))), rows[:, 8:40])
+    assert max(calls) == 1023  # 512 rows and the gaps between them
+    whole = bytearray(rows.nbytes)
+    views = [memoryview(whole)[at : at + 100] for at in range(0, len(whole), 100)]
+    views.insert(1, memoryview(b""))
+    info = folder.tensors["w"]
+    folder.storage.read_into(info.file, info.offset, *views)
+    assert whole == bytes(rows.view(torch.uint8).numpy())
+    assert max(calls) == 1024
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
@@ -154,6 +185,19 @@ def test_progress_reaches_its_end(tmp_path: Path) -> None:
         run(lambda done, total, seen=seen: seen.append((done, total)))  # type: ignore[misc]
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
         assert seen[-1][0] == seen[-1][1] > 0
+
+
+def test_progress_of_the_public_functions(tmp_path: Path) -> None:
+    """from_pretrained and save_pretrained tell the bytes of the folder to a function given."""
+    model = build(ModelConfig.from_hub(MIXTRAL), Mesh.single())
+    saved: list[tuple[int, int]] = []
+    save_pretrained(model, tmp_path, progress=lambda *now: saved.append(now))
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert saved[-1] == (size, size)
+    loaded: list[tuple[int, int]] = []
+    from_pretrained(tmp_path, Mesh.single(), progress=lambda *now: loaded.append(now))
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    assert loaded[-1] == (weights, weights)
 
 
 def shown(terminal: bool, progress: bool | None, rank: int = 0, **options: Any) -> str:

@@ -297,10 +297,10 @@ def one_rank_fails(path: str) -> str:
         folder.storage.close()
         read = folder.storage.read_into
 
-        def broken(file: str, offset: int, out: memoryview) -> None:
+        def broken(file: str, offset: int, *out: memoryview) -> None:
             if file == FILE:
                 raise OSError("the disk went away")
-            read(file, offset, out)
+            read(file, offset, *out)
 
         folder.storage.read_into = broken  # type: ignore[method-assign]
     with pytest.raises(CheckpointError) as caught:

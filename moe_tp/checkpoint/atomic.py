@@ -21,12 +21,11 @@ import sys
 import time
 from pathlib import Path
 
-from moe_tp.checkpoint.scan import CONFIG, UNFINISHED
+from moe_tp.checkpoint.scan import CONFIG, HIDDEN, UNFINISHED
 from moe_tp.checkpoint.storage import TEMPLATES
 from moe_tp.errors import CheckpointError
 from moe_tp.log import get_logger
 
-_MIDDLE = ".unfinished-"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -43,7 +42,7 @@ def begin(target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target)
     who = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
-    work = target.parent / f".{target.name}{_MIDDLE}{who}"
+    work = target.parent / f".{target.name}{HIDDEN}{who}"
     work.mkdir()
     note = {
         "what": f"an unfinished save of {target.name}; delete this folder",
@@ -114,7 +113,7 @@ def abandon(work: Path) -> None:
 
 def remove_leftovers(target: Path) -> None:
     """Delete hidden folders of killed saves to `target` that ran on this machine."""
-    start = f".{target.name}{_MIDDLE}{_host()}-"
+    start = f".{target.name}{HIDDEN}{_host()}-"
     for left in target.parent.iterdir():
         process = re.match(r"[0-9]+", left.name.removeprefix(start))
         if left.name.startswith(start) and process is not None and not _alive(int(process[0])):

@@ -119,12 +119,13 @@ class FsspecStorage:
             )
         )
 
-    def read_into(self, file: str, offset: int, out: memoryview) -> None:
-        """Fill `out` from `offset` on; CheckpointError if the file ends before."""
-        if not len(out):
+    def read_into(self, file: str, offset: int, *out: memoryview) -> None:
+        """Fill `out`, one after the other, from `offset` on; CheckpointError if the file ends."""
+        total = sum(map(len, out))
+        if not total:
             return
-        starts = list(range(offset, offset + len(out), _PART))
-        ends = [*starts[1:], offset + len(out)]
+        starts = list(range(offset, offset + total, _PART))
+        ends = [*starts[1:], offset + total]
         paths = [f"{self._root.rstrip('/')}/{file}"] * len(starts)
 
         def ask() -> list[bytes]:
@@ -136,13 +137,21 @@ class FsspecStorage:
 
         parts = _named(f"{self.where}/{file}", ask)
         found = sum(map(len, parts))
-        if found != len(out):
+        if found != total:
             raise CheckpointError(
-                f"{self.where}/{file}: expected {len(out)} bytes from byte {offset}, found "
+                f"{self.where}/{file}: expected {total} bytes from byte {offset}, found "
                 f"{found}; it was cut while it was read"
             )
-        for start, part in zip(starts, parts, strict=True):
-            out[start - offset : start - offset + len(part)] = part
+        left = list(map(memoryview, parts))
+        for view in out:
+            at = 0
+            while at < len(view):
+                step = left[0][: len(view) - at]
+                view[at : at + len(step)] = step
+                at += len(step)
+                left[0] = left[0][len(step) :]
+                if not left[0]:
+                    del left[0]
 
     def expect(self, file: str, offset: int, length: int) -> None:
         """Do nothing: a remote store reads no further than it is asked."""
@@ -203,10 +212,10 @@ class HubStorage:
             return storage.read(file, offset, length)
         return self._range(file, offset, length)
 
-    def read_into(self, file: str, offset: int, out: memoryview) -> None:
+    def read_into(self, file: str, offset: int, *out: memoryview) -> None:
         """Fill `out` from `offset` on; the file is downloaded first if `prepare` has not."""
         storage = self._in_cache(file) or self._download(file)
-        storage.read_into(file, offset, out)
+        storage.read_into(file, offset, *out)
 
     def expect(self, file: str, offset: int, length: int) -> None:
         """Say that these bytes will be asked for soon."""

@@ -28,6 +28,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 UNFINISHED = "moe_tp.unfinished.json"  # lies in a folder while it is being written
+HIDDEN = ".unfinished-"  # in the name of that folder
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _MAX_JSON = 512 << 20
 
@@ -73,9 +74,10 @@ def scan_folder(storage: Storage, *, need_config: bool = True) -> Scan:
     """
     scan = Scan()
     sizes = storage.sizes()
-    if UNFINISHED in sizes:
+    if UNFINISHED in sizes or (not sizes and HIDDEN in storage.where):
+        found = f"{UNFINISHED} lies in it" if sizes else "nothing lies in it yet"
         scan.problems.append(
-            f"{storage.where} is an unfinished save ({UNFINISHED} lies in it), so weights may be "
+            f"{storage.where} is an unfinished save ({found}), so weights may be "
             f"missing; use the previous checkpoint, and delete this folder"
         )
     if CONFIG in sizes:

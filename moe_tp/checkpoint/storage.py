@@ -17,6 +17,7 @@ TEMPLATES = "additional_chat_templates"  # the one sub-folder that belongs to a 
 GAP = 4096  # bytes: what one page costs anyway
 _MAX_OPEN = 64
 _MAX_READ = 1 << 30  # Linux returns at most 2 GiB a call
+_MAX_VIEWS = 1024  # and fills at most so many buffers
 
 
 class Storage(Protocol):
@@ -40,8 +41,8 @@ class Storage(Protocol):
         """Return up to `length` bytes from `offset`; fewer only at the end of the file."""
         ...
 
-    def read_into(self, file: str, offset: int, out: memoryview) -> None:
-        """Fill `out` from `offset` on; CheckpointError if the file ends before."""
+    def read_into(self, file: str, offset: int, *out: memoryview) -> None:
+        """Fill `out`, one after the other, from `offset` on; CheckpointError if the file ends."""
         ...
 
     def expect(self, file: str, offset: int, length: int) -> None:
@@ -117,19 +118,26 @@ class LocalStorage:
         except OSError as error:
             raise CheckpointError(f"{self.where}/{file}: cannot be read ({error})") from error
 
-    def read_into(self, file: str, offset: int, out: memoryview) -> None:
-        """Fill `out` from `offset` on; CheckpointError if the file ends before."""
+    def read_into(self, file: str, offset: int, *out: memoryview) -> None:
+        """Fill `out`, one after the other, from `offset` on; CheckpointError if the file ends."""
         descriptor = self._descriptor(file)
+        left = [view for view in out if len(view)]
         done = 0
         try:
-            while done < len(out):
-                got = os.preadv(descriptor, [out[done : done + _MAX_READ]], offset + done)
+            while left:
+                views = [view[:_MAX_READ] for view in left[:_MAX_VIEWS]]
+                got = os.preadv(descriptor, views, offset + done)
                 if got == 0:
                     raise CheckpointError(
-                        f"{self.where}/{file}: expected {len(out)} bytes from byte {offset}, found "
-                        f"the end of the file after {done}; it was cut while it was read"
+                        f"{self.where}/{file}: expected {sum(map(len, out))} bytes from byte "
+                        f"{offset}, found the end of the file after {done}; it was cut while it "
+                        f"was read"
                     )
                 done += got
+                while left and got >= len(left[0]):
+                    got -= len(left.pop(0))
+                if got:
+                    left[0] = left[0][got:]
         except OSError as error:
             raise CheckpointError(f"{self.where}/{file}: cannot be read ({error})") from error
 
