@@ -61,9 +61,16 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family of a hub config.
 
     Raises:
-        ConfigError: it names no family, or one that is not supported.
+        ConfigError: it names no family, one that is not supported, or a model of several parts.
     """
-    model_type = config.get("model_type")
+    model_type, inner = config.get("model_type"), config.get("text_config")
+    known = str(model_type).removesuffix("_text") in {*_MODULES, *_NOT_YET}
+    if isinstance(inner, dict) and not known:
+        raise ConfigError(
+            f"model_type={model_type!r} is a model of several parts, with a language model of "
+            f"model_type={inner.get('model_type')!r} in its text_config; give a folder that holds "
+            f"that language model alone, with text_config as its config.json"
+        )
     if not isinstance(model_type, str):
         raise ConfigError(
             f"config.json has model_type={model_type!r}, so its family is unknown; it must be one "

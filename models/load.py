@@ -11,6 +11,7 @@ from torch import nn
 from moe_tp.checkpoint.agree import together
 from moe_tp.checkpoint.dtypes import weight_dtype
 from moe_tp.checkpoint.load import load_into
+from moe_tp.checkpoint.progress import Progress
 from moe_tp.checkpoint.reader import HubFolder
 from moe_tp.checkpoint.writer import save_hub
 from moe_tp.errors import ConfigError
@@ -99,7 +100,11 @@ def wrap_units(model: Decoder) -> list[WrapUnit]:
 
 
 def from_pretrained(
-    path: str | os.PathLike[str], mesh: Mesh, *, dtype: torch.dtype | str | None = None
+    path: str | os.PathLike[str],
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype | str | None = None,
+    progress: Progress | bool | None = None,
 ) -> Decoder:
     """Return the model of a hub folder, each rank with its own slices; collective.
 
@@ -108,6 +113,8 @@ def from_pretrained(
             `@revision` where wanted).
         mesh: the mesh.
         dtype: of the parameters, or its name; None: as on disk, bf16 for quantised formats.
+        progress: called with (bytes done, bytes in all) of this rank; or whether the first rank
+            shows a bar on stderr (None: in a terminal).
 
     Raises:
         ConfigError: the family or the dtype is not supported, or the layout does not fit the model.
@@ -123,7 +130,7 @@ def from_pretrained(
     model = allocate(config, mesh, kind or folder.default_dtype)
     model.name_rules = rules_for(config, folder.logical.keys())
     model.source = folder.path or folder.where
-    load_into(model, folder, model.name_rules)
+    load_into(model, folder, model.name_rules, progress=progress)
     return model
 
 
@@ -173,6 +180,7 @@ def save_pretrained(
     *,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
+    progress: Progress | bool | None = None,
 ) -> None:
     """Write a hub folder from any layout; collective.
 
@@ -184,6 +192,7 @@ def save_pretrained(
         path: the folder to write; it appears only when it is complete.
         dtype: on disk, or its name; None: as in the folder it was read from, or of the parameters.
         max_shard_size: bytes a weight file, or text such as `5GB`.
+        progress: as for `from_pretrained`.
 
     Raises:
         ConfigError: the model is not this library's, or the dtype is none of weights.
@@ -206,4 +215,5 @@ def save_pretrained(
         dtype=None if dtype is None else weight_dtype(dtype),
         max_shard_size=max_shard_size,
         carry_from=model.source,
+        progress=progress,
     )

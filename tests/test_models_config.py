@@ -256,6 +256,23 @@ def test_null_groups_are_no_groups() -> None:
     assert (router.num_groups, router.top_groups) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("outer", "message"),
+    [
+        ("kimi_vl", "several parts, with a language model of model_type='deepseek_v3'"),
+        (None, "several parts, with a language model of model_type='deepseek_v3'"),
+        ("llama4", "model_type='llama4' is not supported .its chunked attention"),
+    ],
+)
+def test_a_wrapper_of_a_language_model_is_one_sentence(outer: str | None, message: str) -> None:
+    """F3: a config with a nested text_config (vision and language) says what to give instead; a
+    family that is known not to be supported keeps its own reason."""
+    inner = hub_config("deepseek_v3")
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_hub({"model_type": outer, "text_config": inner})
+    assert ModelConfig.from_hub({**inner, "text_config": {"a": 1}}).model_type == "deepseek_v3"
+
+
 def test_unknown_preset_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="8x7b"):
         preset("mixtral", "9x9b")

@@ -20,9 +20,8 @@ from moe_tp.checkpoint.files import (
     FilePlan,
     OutTensor,
     Quantise,
-    encoded_tensors,
+    out_tensors,
     parse_size,
-    plain_tensor,
     plan_files,
 )
 from moe_tp.checkpoint.load import compare
@@ -128,10 +127,7 @@ def _tensors(
             kind = torch.float32
         elif dtype is not None and kind.is_floating_point:
             kind = dtype
-        if quantise is not None and quantise.takes(name, shape):
-            tensors += encoded_tensors(name, kind, shape, quantise.kind, quantise.block)
-        else:
-            tensors.append(plain_tensor(name, kind, shape))
+        tensors += out_tensors(name, kind, shape, quantise)
     return tensors
 
 

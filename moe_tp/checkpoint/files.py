@@ -66,7 +66,7 @@ def plain_tensor(name: str, dtype: torch.dtype, shape: Sequence[int]) -> OutTens
     )
 
 
-def encoded_tensors(
+def _encoded(
     name: str, values: torch.dtype, shape: Sequence[int], kind: Kind, block: tuple[int, int]
 ) -> list[OutTensor]:
     """Return the data and the scales that a logical tensor becomes in a quantised format."""
@@ -93,11 +93,13 @@ class Quantise:
     Args:
         kind: `fp8` (matrices, blocks with `weight_scale_inv`) or `mxfp4` (GPT-OSS experts).
         names: patterns of logical hub names.
+        kept: modules that stay plain, as config.json lists them for readers that ask.
         block: rows and columns under one scale, for fp8.
     """
 
     kind: Literal["fp8", "mxfp4"]
     names: tuple[str, ...]
+    kept: tuple[str, ...] = ()
     block: tuple[int, int] = (128, 128)
 
     def takes(self, name: str, shape: Sequence[int]) -> bool:
@@ -120,14 +122,25 @@ class Quantise:
         """Return the `quantization_config` of the written folder."""
         if isinstance(before, dict) and before.get("quant_method") == self.kind:
             return before
+        kept = {"modules_to_not_convert": list(self.kept)} if self.kept else {}
         if self.kind == "fp8":
             return {
                 "activation_scheme": "dynamic",
                 "fmt": "e4m3",
                 "quant_method": "fp8",
                 "weight_block_size": list(self.block),
+                **kept,
             }
-        return {"quant_method": "mxfp4"}
+        return {"quant_method": "mxfp4", **kept}
+
+
+def out_tensors(
+    name: str, values: torch.dtype, shape: Sequence[int], quantise: Quantise | None
+) -> list[OutTensor]:
+    """Return what a logical tensor becomes on disk: itself, or data and scales."""
+    if quantise is not None and quantise.takes(name, shape):
+        return _encoded(name, values, shape, quantise.kind, quantise.block)
+    return [plain_tensor(name, values, shape)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +283,8 @@ __all__ = [
     "OutTensor",
     "Quantise",
     "Slab",
-    "encoded_tensors",
     "index_of",
+    "out_tensors",
     "parse_size",
     "plain_tensor",
     "plan_files",

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,10 +27,9 @@ from moe_tp.checkpoint.files import (
     FilePlan,
     OutTensor,
     Quantise,
-    encoded_tensors,
     index_of,
+    out_tensors,
     parse_size,
-    plain_tensor,
     plan_files,
 )
 from moe_tp.checkpoint.holdings import Holding, gather_holdings
@@ -159,15 +159,12 @@ def _out_tensors(
             kind = known.dtype
         else:
             kind = common if holding.keep_fp32 else holding.dtype
-        if quantise is not None and quantise.takes(name, shape):
-            tensors += encoded_tensors(name, holding.dtype, shape, quantise.kind, quantise.block)
-        else:
-            tensors.append(plain_tensor(name, kind, shape))
+        tensors += out_tensors(name, kind, shape, quantise)
     for name, found in {} if source is None else source.logical.items():
         if name not in owner and rules.matches("passthrough", name):
             cast = dtype is not None and found.dtype.is_floating_point
             kind = dtype if cast and dtype is not None else found.dtype
-            tensors.append(plain_tensor(name, kind, found.shape))
+            tensors += out_tensors(name, kind, found.shape, quantise)
     return tensors
 
 
@@ -304,7 +301,7 @@ def _assign(plans: Sequence[FilePlan], ranks: int) -> list[list[FilePlan]]:
 
 
 class _Output:
-    """The files of one rank, written from front to back."""
+    """The files of one rank, written from front to back; a thread waits for the disk meanwhile."""
 
     def __init__(self, folder: Path, plans: Sequence[FilePlan], progress: Progress | None) -> None:
         self.folder, self.waiting, self.progress = folder, list(plans), progress
@@ -312,6 +309,8 @@ class _Output:
         self.done = 0
         self.file: io.FileIO | None = None
         self.plan: FilePlan | None = None
+        self.thread = ThreadPoolExecutor(1)
+        self.on_disk: list[Future[None]] = []
 
     def append(self, plan: FilePlan, data: torch.Tensor) -> None:
         """Write the next bytes of a file."""
@@ -324,14 +323,17 @@ class _Output:
         while self.waiting:
             self._next()
         self._finish()
+        for file in self.on_disk:
+            file.result()
         if self.done != self.total:
             raise CheckpointError(f"wrote {self.done} bytes where {self.total} were planned")
 
     def close(self) -> None:
-        """Close the open file, finished or not."""
+        """Close the open file, finished or not, and those on their way to the disk."""
         if self.file is not None:
             self.file.close()
             self.file = None
+        self.thread.shutdown()
 
     def _next(self) -> None:
         self._finish()
@@ -341,8 +343,8 @@ class _Output:
 
     def _finish(self) -> None:
         if self.file is not None:
-            os.fsync(self.file.fileno())
-            self.close()
+            self.on_disk.append(self.thread.submit(_sync, self.file))
+            self.file = None
 
     def _write(self, data: memoryview) -> None:
         assert self.file is not None
@@ -352,6 +354,12 @@ class _Output:
         self.done += at
         if self.progress is not None:
             self.progress(self.done, self.total)
+
+
+def _sync(file: io.FileIO) -> None:
+    """Wait until a file is on the disk, and close it."""
+    with file:
+        os.fsync(file.fileno())
 
 
 def _check_room(folder: Path, needed: int) -> None:

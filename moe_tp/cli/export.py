@@ -22,6 +22,7 @@ from moe_tp.cli.options import (
 from moe_tp.errors import ConfigError
 from moe_tp.models import ModelConfig
 from moe_tp.models.families import model_types, rules_for
+from moe_tp.models.quantised import FORMATS, quantised
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.train.resume import export_checkpoint
 
@@ -41,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("per-expert", "fused"),
         help="one matrix an expert, or all experts of a layer in one tensor (default: as they are)",
     )
+    parser.add_argument(
+        "--quantize",
+        choices=tuple(FORMATS),
+        help="write the family's published quantised format (default: quantised weights are "
+        "written back as bf16)",
+    )
     add_json_argument(parser)
     add_layout_arguments(parser)
 
@@ -55,12 +62,15 @@ def run(options: argparse.Namespace) -> int:
     if is_state(Path(options.checkpoint)):
         return _done(options, export_state(options, mesh, dtype))
     with HubFolder(options.checkpoint) as folder:
-        rules = rules_out = None
-        if folder.config.get("model_type") in model_types() or options.experts is not None:
+        rules = rules_out = quantise = None
+        asked = options.experts is not None or options.quantize is not None
+        if folder.config.get("model_type") in model_types() or asked:
             config = ModelConfig.from_hub(folder.config)
             rules = rules_for(config, folder.logical.keys())
             if options.experts is not None:
                 rules_out = rules_in_form(config, options.experts)
+            if options.quantize is not None:
+                quantise = quantised(options.quantize, config, rules_out or rules)
     report = export_folder(
         options.checkpoint,
         options.out,
@@ -69,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
         rules_out=rules_out,
         dtype=dtype,
         max_shard_size=options.max_shard_size,
+        quantise=quantise,
     )
     return _done(options, report)
 
@@ -78,7 +89,7 @@ def export_state(options: argparse.Namespace, mesh: Mesh, dtype: torch.dtype | N
 
     Collectives: those of `export_checkpoint`.
     """
-    form = options.experts
+    form, kind = options.experts, options.quantize
     return export_checkpoint(
         Path(options.checkpoint),
         Path(options.out),
@@ -86,6 +97,7 @@ def export_state(options: argparse.Namespace, mesh: Mesh, dtype: torch.dtype | N
         dtype=dtype,
         max_shard_size=options.max_shard_size,
         rules=None if form is None else partial(rules_in_form, form=form),
+        quantise=None if kind is None else partial(quantised, kind),
     )
 
 

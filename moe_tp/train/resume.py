@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from moe_tp.checkpoint.agree import gather_json, together
+from moe_tp.checkpoint.files import Quantise
 from moe_tp.checkpoint.reader import HubFolder
 from moe_tp.checkpoint.rules import NameRules
 from moe_tp.checkpoint.state import load_state, stage_state, write_state
@@ -291,6 +292,7 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     rules: Callable[[ModelConfig], NameRules] | None = None,
+    quantise: Callable[[ModelConfig, NameRules], Quantise] | None = None,
 ) -> SaveReport:
     """Return what was written to make `target` a hub folder of a checkpoint's weights; collective.
 
@@ -306,6 +308,7 @@ def export_checkpoint(
         dtype: of the weights; None: as in the folder that the run was started from.
         max_shard_size: bytes a weight file.
         rules: name rules of another form of the experts; None: the form it was read in.
+        quantise: what to write in a quantised format; None: nothing.
 
     Raises:
         CheckpointError: the checkpoint is torn, or its source folder is gone.
@@ -338,12 +341,14 @@ def export_checkpoint(
     load_state(model, None, path)
     if about["lora"] is not None:
         merge_lora(model)
+    written = model.name_rules if rules is None else rules(config)
     return save_hub(
         model,
         target,
-        model.name_rules if rules is None else rules(config),
+        written,
         model.hub_config,
         dtype=dtype,
         max_shard_size=max_shard_size,
         carry_from=about["source"],
+        quantise=None if quantise is None else quantise(config, written),
     )
