@@ -142,7 +142,7 @@ class FsspecStorage:
                 f"{self.where}/{file}: expected {total} bytes from byte {offset}, found "
                 f"{found}; it was cut while it was read"
             )
-        left = list(map(memoryview, parts))
+        left = [memoryview(part) for part in parts]
         for view in out:
             at = 0
             while at < len(view):
