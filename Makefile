@@ -59,7 +59,8 @@ imports: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python tests/run_mutants.py $(ARGS)
 
-# Every layout against one process, resumable; writes docs/parity.md. ARGS="--set full" for all axes.
+# Every layout of all axes against one process, an hour or two, resumable; writes docs/parity.md.
+# ARGS="--set base" for dp, tp, ep and etp alone, in minutes.
 parity: $(STAMP)
 	$(BIN)/python tests/parity.py $(ARGS)
 

@@ -1,5 +1,6 @@
-"""Run the parity sweep and write its table: `python tests/parity.py [--set base|full]`.
+"""Run the parity sweep and write its table: `python tests/parity.py [--set full|base]`.
 
+The full set goes to docs/parity.md; the base set, a matter of minutes, to docs/parity-base.md.
 Finished runs are kept in a state file, so that a sweep that was stopped goes on where it was, and
 several processes can share one: `--share 1/2` and `--share 2/2` run a half each, and whoever runs
 without it afterwards writes the table. Exit status 1 when a layout neither agrees with one process
@@ -27,16 +28,18 @@ KINDS = ("loss", "logits", "gradients", "grad_norm", "weights")
 def main() -> int:
     """Return 0 when every run passed or was refused."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--set", choices=tuple(SETS), default="base", dest="which")
+    parser.add_argument("--set", choices=tuple(SETS), default="full", dest="which")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--steps", type=int, help="5 in the base set, 3 in the full one")
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "parity.jsonl")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "parity.md")
+    parser.add_argument("--out", type=Path, help="another file for the table")
     parser.add_argument("--share", default="1/1", help="run the I-th of N parts, as I/N")
     parser.add_argument("--limit", type=int, help="stop after so many runs")
     parser.add_argument("--fresh", action="store_true", help="forget earlier runs")
     options = parser.parse_args()
-    options.steps = options.steps or {"base": 5, "full": 3}[options.which]
+    steps, name = {"base": (5, "parity-base.md"), "full": (3, "parity.md")}[options.which]
+    options.steps = options.steps or steps
+    options.out = options.out or ROOT / "docs" / name
     if options.fresh:
         options.state.unlink(missing_ok=True)
     options.state.parent.mkdir(parents=True, exist_ok=True)
