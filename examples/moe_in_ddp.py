@@ -1,8 +1,8 @@
-"""The MoE layer in a model of your own, under DistributedDataParallel.
+"""The MoE layer in a model of your own, under DistributedDataParallel, then under FSDP2.
 
 Four local ranks: each has its own tokens, the layer spreads its 6 experts over two of them (`ep`)
-and splits each expert in two (`etp`). DDP averages your parameters' gradients; the layer's are
-the library's, told by `gradient="mean"` that the host averages.
+and splits each expert in two (`etp`). The wrapper averages your parameters' gradients; the layer's
+are the library's, told by `gradient="mean"` that the host averages.
 
     python examples/moe_in_ddp.py
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_tp import (
@@ -18,6 +19,7 @@ from moe_tp import (
     MoE,
     ParallelLayout,
     clip_grad_norm,
+    library_parameters,
     parameter_groups,
     prepare_for_ddp,
     settle_gradients,
@@ -42,12 +44,19 @@ class Net(nn.Module):
         return self.out(h + y), aux.loss
 
 
-def train(steps: int) -> list[float]:
+def wrap(net: Net, wrapper: str) -> nn.Module:
+    """Return the model to call; `net` keeps the parameters."""
+    if wrapper == "ddp":
+        return DistributedDataParallel(prepare_for_ddp(net))
+    return fully_shard(net, ignored_params=set(library_parameters(net)))
+
+
+def train(wrapper: str, steps: int) -> list[float]:
     """Return the losses of this rank; runs on every rank."""
     mesh = Mesh(ParallelLayout(ep=2, etp=2))
     torch.manual_seed(0)
-    net = prepare_for_ddp(Net(mesh))
-    model = DistributedDataParallel(net)
+    net = Net(mesh)
+    model = wrap(net, wrapper)
     optimizer = torch.optim.AdamW(parameter_groups(net, weight_decay=0.01), lr=1e-2)
     generator = torch.Generator().manual_seed(mesh.rank)
     losses = []
@@ -66,9 +75,10 @@ def train(steps: int) -> list[float]:
 
 def main() -> None:
     """Print the first and last losses of each rank."""
-    for rank, losses in enumerate(run_ranks(train, 4, 60)):
-        print(f"rank {rank}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-        assert losses[-1] < losses[0]
+    for wrapper in ("ddp", "fsdp2"):
+        for rank, losses in enumerate(run_ranks(train, 4, wrapper, 60)):
+            print(f"{wrapper}, rank {rank}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+            assert losses[-1] < losses[0]
 
 
 if __name__ == "__main__":

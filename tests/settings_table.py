@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.train.config import DataConfig, FinetuneConfig, TrainConfig
@@ -29,12 +30,15 @@ def table() -> str:
     """Return all tables as Markdown."""
     parts = []
     for name, kind in SECTIONS:
-        known = documented(kind)
+        known, hints = documented(kind), get_type_hints(kind)
         rows = [f"### {name or 'The file itself'}", "", "| Key | Default | |", "|---|---|---|"]
         for field in dataclasses.fields(kind):
             if not field.init:
                 continue
             text = known[field.name].replace("|", "\\|")
+            values = [f"`{value}`" for value in allowed(hints[field.name])]
+            if not all(value.strip("`") in text for value in values):
+                text = f"{text} One of {', '.join(values)}."
             rows.append(f"| `{field.name}` | {default(field)} | {text} |")
         parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"
@@ -59,6 +63,15 @@ def documented(kind: type) -> dict[str, str]:
         elif inside and text:
             break
     return found
+
+
+def allowed(hint: Any) -> Iterator[str]:
+    """Yield the values of the literal types in a type."""
+    if get_origin(hint) is Literal:
+        yield from map(str, get_args(hint))
+    else:
+        for part in get_args(hint):
+            yield from allowed(part)
 
 
 def default(field: dataclasses.Field[Any]) -> str:

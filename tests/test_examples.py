@@ -46,10 +46,13 @@ def test_a_way_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rank 3: largest difference" in capsys.readouterr().out
 
 
-def test_the_layer_in_a_ddp_model_learns() -> None:
-    """G6."""
-    results = run_ranks(_load("moe_in_ddp").train, 4, 40)
-    assert all(losses[-1] < 0.5 * losses[0] for losses in results)
+def test_the_layer_in_a_wrapped_model_learns() -> None:
+    """G6: under DDP and FSDP2 alike."""
+    train = _load("moe_in_ddp").train
+    results = {wrapper: run_ranks(train, 4, wrapper, 40) for wrapper in ("ddp", "fsdp2")}
+    assert all(losses[-1] < 0.5 * losses[0] for losses in results["ddp"])
+    for ddp, fsdp in zip(results["ddp"], results["fsdp2"], strict=True):
+        assert fsdp == pytest.approx(ddp, rel=1e-3)
 
 
 def test_your_own_loop_gives_the_same_losses_on_a_layout(tmp_path: Path) -> None:

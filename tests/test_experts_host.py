@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_tp import MoE, parameter_groups, settle_gradients
+from moe_tp import MoE, clip_grad_norm, parameter_groups, settle_gradients
 from moe_tp.errors import ConfigError
 from moe_tp.experts.host import library_parameters, prepare_for_ddp
 from moe_tp.parallel.mesh import Mesh
@@ -67,6 +67,7 @@ def _train(layout: dict[str, int] | None, wrapper: str, gradient: str) -> dict[s
                     torch.distributed.all_reduce(param.grad)
                     if gradient == "mean":
                         param.grad /= ranks
+        clip_grad_norm(host, 0.1)
         optimiser.step()
         optimiser.zero_grad()
     ours = {entry.fqn: entry for entry in named_specs(host)}
@@ -82,7 +83,7 @@ def _train(layout: dict[str, int] | None, wrapper: str, gradient: str) -> dict[s
     ("wrapper", "gradient"), [("none", "sum"), ("none", "mean"), ("ddp", "mean"), ("fsdp", "mean")]
 )
 def test_hosts_that_sum_and_that_average(wrapper: str, gradient: str) -> None:
-    """G6, G2: weights after two steps equal one process, with a foreach optimiser."""
+    """G6, G2, G3: weights after two clipped steps equal one process; a foreach optimiser."""
     want = _train(None, "none", "sum")
     for world, layout in ((2, {"ep": 2}), (4, {"ep": 2}), (4, {"ep": 2, "etp": 2})):
         for got in run_ranks(_train, world, layout, wrapper, gradient):

@@ -19,29 +19,34 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DO
 
 
 def _make_inputs(folder: Path) -> None:
-    """Write what the README takes for granted: a tokenizer in the model folder, and a play."""
+    """Write what the README takes for granted: what `make demo` leaves."""
     spec = importlib.util.find_spec("mistral_common")
     assert spec is not None
     assert spec.origin is not None
     tokenizer = Path(spec.origin).parent / "data" / "tokenizer.model.v1"
-    shutil.copy(tokenizer, folder / "tiny-mixtral" / "tokenizer.model")
-    (folder / "plays").mkdir()
+    (folder / "demo-out" / "model").mkdir(parents=True)
+    shutil.copy(tokenizer, folder / "demo-out" / "model" / "tokenizer.model")
     lines = [f"Enter messenger {i}, who says: the {i % 7} ships are lost." for i in range(200)]
-    (folder / "plays" / "train.txt").write_text("\n".join(lines[:180]))
-    (folder / "plays" / "held-out.txt").write_text("\n".join(lines[180:]))
+    for name, part in (("train", lines[:180]), ("held-out", lines[180:])):
+        text = folder / "demo-out" / "text" / name / "play.txt"
+        text.parent.mkdir(parents=True)
+        text.write_text("\n".join(part))
 
 
 def test_the_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands by `main`, Python as a script of its own, YAML written to the file it names."""
     monkeypatch.chdir(tmp_path)
-    ran = dict.fromkeys(("console", "python", "yaml"), 0)
+    _make_inputs(tmp_path)
+    ran = dict.fromkeys(("console", "python", "yaml", "sh"), 0)
     for kind, text in BLOCKS:
         if kind == "console":
             for line in re.findall(r"^\$ moe-tp (.*)$", text, flags=re.MULTILINE):
                 assert main(shlex.split(line, comments=True)) == 0, line
                 ran[kind] += 1
+        elif text.startswith("cp "):
+            subprocess.run(shlex.split(text), check=True)
+            ran[kind] += 1
         elif kind == "yaml":
-            _make_inputs(tmp_path)
             (name,) = re.findall(r"^# (\S+\.yaml)$", text, flags=re.MULTILINE)
             Path(name).write_text(text)
             ran[kind] += 1
@@ -54,7 +59,7 @@ def test_the_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert done.returncode == 0, f"{text}\n{done.stderr}"
             ran[kind] += 1
     assert ran["console"] >= 5
-    assert ran["yaml"] == 1
+    assert ran["yaml"] == ran["sh"] == 1
     assert (tmp_path / "run" / "final" / "tokenizer.model").exists()
     assert ran["python"] >= 4
 

@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="load, step: a hub folder; step: or FAMILY:PRESET"
     )
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="A", help="of the layer")
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), default="A", help="of the layer, see docs/speed.md"
+    )
     for name in ("dim", "expert_dim", "experts", "top_k"):
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=int, metavar="N", help="in place of the shape's")

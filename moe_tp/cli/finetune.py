@@ -20,7 +20,11 @@ from moe_tp.train.settings import load_config
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("config", metavar="CONFIG.yaml", help="the settings of the run")
+    parser.add_argument(
+        "config",
+        metavar="CONFIG.yaml",
+        help="the settings of the run; docs/finetuning.md lists them all",
+    )
     parser.add_argument(
         "settings", nargs="*", metavar="key.sub=value", help="settings that replace the file's"
     )

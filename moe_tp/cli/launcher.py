@@ -164,6 +164,8 @@ def _death(rank: int, code: int, folder: Path) -> Failure:
 
 def _sentence(failure: Failure) -> str:
     text = failure.message or "no message"
+    if failure.expected and text.startswith("rank "):  # it names the rank where it began
+        return f"moe-tp: error: {text}"
     if failure.expected:
         return f"moe-tp: rank {failure.rank}: error: {text}"
     return f"moe-tp: rank {failure.rank}: error: {failure.kind}: {text} (--debug shows where)"

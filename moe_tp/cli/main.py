@@ -74,6 +74,17 @@ def entry() -> None:
     sys.exit(main())
 
 
+class _WithDefaults(argparse.HelpFormatter):
+    """Help that ends with an option's default, where it has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help, action.default
+        plain = isinstance(default, (str, int, float)) and not isinstance(default, bool)
+        if text is None or default == argparse.SUPPRESS or not plain or "default" in text:
+            return text
+        return f"{text} (default: %(default)s)"
+
+
 def _parse(words: list[str]) -> argparse.Namespace:
     top = argparse.ArgumentParser(
         prog="moe-tp",
@@ -84,7 +95,9 @@ def _parse(words: list[str]) -> argparse.Namespace:
     top.add_argument("--version", action="version", version=__version__)
     top.add_argument("command", choices=COMMANDS, metavar="COMMAND")
     name = top.parse_args(words[:1]).command
-    parser = argparse.ArgumentParser(prog=f"moe-tp {name}", description=COMMANDS[name] + ".")
+    parser = argparse.ArgumentParser(
+        prog=f"moe-tp {name}", description=COMMANDS[name] + ".", formatter_class=_WithDefaults
+    )
     module: Command = importlib.import_module(f"moe_tp.cli.{name}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     module.add_arguments(parser)

@@ -36,26 +36,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node-size", type=int, metavar="N", help="GPUs of a node")
     parser.add_argument("--link", metavar="RATE", help="inside a node: nvlink4, pcie5, 450GB")
     parser.add_argument("--network", metavar="RATE", help="between nodes: ib400, eth100, 50GB")
-    parser.add_argument("--mode", choices=("full", "lora"), default="full")
-    parser.add_argument("--lora-rank", type=int, default=16, metavar="R")
+    parser.add_argument("--mode", choices=("full", "lora"), default="full", help="what is trained")
+    parser.add_argument("--lora-rank", type=int, default=16, metavar="R", help="of every adapter")
     parser.add_argument(
         "--lora-base",
         choices=("loaded", "int8", "int4"),
         default="loaded",
-        help="what the experts' frozen weights are kept in (loaded)",
+        help="what the experts' frozen weights are kept in",
     )
-    parser.add_argument("--seq-len", type=int, default=4096, metavar="TOKENS")
-    parser.add_argument("--global-batch", type=int, default=256, metavar="SEQUENCES")
-    parser.add_argument("--micro-batch", type=int, default=1, metavar="SEQUENCES")
-    parser.add_argument("--optimizer", choices=get_args(Optimizer), default="adamw")
-    parser.add_argument("--moments", choices=get_args(Moments), default="float32")
+    parser.add_argument("--seq-len", type=int, default=4096, metavar="TOKENS", help="of a row")
+    parser.add_argument(
+        "--global-batch", type=int, default=256, metavar="SEQUENCES", help="of an optimiser step"
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, default=1, metavar="SEQUENCES", help="of a call on one dp rank"
+    )
+    parser.add_argument(
+        "--optimizer", choices=get_args(Optimizer), default="adamw", help="what steps the weights"
+    )
+    parser.add_argument(
+        "--moments", choices=get_args(Moments), default="float32", help="how AdamW keeps its state"
+    )
     parser.add_argument(
         "--kernel", choices=get_args(Kernel), default="foreach", help="of AdamW in fp32"
     )
     parser.add_argument(
         "--bf16-weights", action="store_true", help="train bf16 weights instead of fp32 ones"
     )
-    parser.add_argument("--cp-kind", choices=get_args(ContextKind), default="ulysses")
+    parser.add_argument(
+        "--cp-kind", choices=get_args(ContextKind), default="ulysses", help="how cp ranks attend"
+    )
     parser.add_argument(
         "--dp-replicate", type=int, default=1, metavar="N", help="replicas of ZeRO's shards (HSDP)"
     )

@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, default=3, metavar="N", help="optimiser steps; 0: gradients only"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the batches")
-    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "sgd"), default="adamw", help="of the steps"
+    )
     parser.add_argument(
         "--balance", choices=get_args(BalanceLoss), help="load-balance loss; the model's own"
     )

@@ -23,6 +23,7 @@ from moe_tp.parallel.parameter import (
     REPLICA_AXES,
     NamedSpec,
     ParamSpec,
+    axis_names,
     gradient_placements,
     local_index,
     mesh_of,
@@ -44,7 +45,7 @@ def library_parameters(model: nn.Module) -> list[nn.Parameter]:
 def owed_axes(grad: torch.Tensor) -> tuple[str, ...]:
     """Return the mesh axes over which a sum of this gradient is still owed."""
     assert isinstance(grad, DTensor)
-    names = grad.device_mesh.mesh_dim_names or ()
+    names = axis_names(grad.device_mesh)
     return tuple(a for a, p in zip(names, grad.placements, strict=True) if p.is_partial())
 
 
@@ -311,7 +312,7 @@ def parameter_groups(
                 f"lr_scale={scale} of a router scales a learning rate that is not known here; pass "
                 "lr= to parameter_groups"
             )
-        axes = param.device_mesh.mesh_dim_names if isinstance(param, DTensor) else None
+        axes = axis_names(param.device_mesh) if isinstance(param, DTensor) else None
         kind = (axes, param.dtype, param.device, *options.items())
         group = groups.setdefault(kind, {"params": [], **options})
         group["params"].append(param)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from moe_tp.errors import ConfigError
@@ -273,9 +274,7 @@ class _OwnGradient(Function):
 def gradient_placements(param: DTensor, spec: ParamSpec) -> list[Placement]:
     """Return what a local gradient of `param` is: its debt is `Partial` over an axis."""
     result: list[Placement] = []
-    for axis, placement in zip(
-        param.device_mesh.mesh_dim_names or (), param.placements, strict=True
-    ):
+    for axis, placement in zip(axis_names(param.device_mesh), param.placements, strict=True):
         if split_dim(placement) is not None:
             result.append(placement)
         else:
@@ -331,6 +330,11 @@ def local_index(param: torch.Tensor, spec: ParamSpec) -> tuple[torch.Tensor, ...
     return tuple(index)
 
 
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of a mesh's axes; their numbers where a host gave them none."""
+    return mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+
+
 class Split(NamedTuple):
     """One mesh axis that splits one dimension of a DTensor."""
 
@@ -361,7 +365,7 @@ def splits(value: torch.Tensor) -> list[Split]:
     place = grid.get_coordinate()
     assert place is not None
     found = []
-    axes = zip(grid.mesh_dim_names or (), value.placements, grid.shape, place, strict=True)
+    axes = zip(axis_names(grid), value.placements, grid.shape, place, strict=True)
     for axis, placement, size, rank in axes:
         dim = split_dim(placement)
         if dim is not None:

@@ -17,8 +17,9 @@ from moe_tp.parallel.gradients import clip_grad_norm, settle_gradients
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.train.baseline import unigram_loss
 from moe_tp.train.config import FinetuneConfig
-from moe_tp.train.data import DataStream, load_rows, warn_of_length
+from moe_tp.train.data import DataStream, data_together, load_rows, warn_of_length
 from moe_tp.train.evaluate import evaluate
+from moe_tp.train.files import list_files
 from moe_tp.train.freeze import choose_trained
 from moe_tp.train.health import hopeless, non_finite_parameter, peak_memory
 from moe_tp.train.journal import Journal
@@ -69,6 +70,7 @@ def finetune(
     """
     config.train.accumulation(mesh.size("dp"))  # refused before anything is allocated
     check_samples(config, mesh)
+    data_together(lambda: list_files([*config.data.train, *config.data.eval]), mesh)
     mesh.agree("the settings of the run", repr(config))
     checkpoint = find_checkpoint(config, mesh, resume=resume)
     run = Run(config, mesh, quiet=quiet)
@@ -383,7 +385,7 @@ class Run:
     def _line(
         self, out: StepOutput, load: StepLoad, norm: float, rate: float, seconds: float
     ) -> dict[str, Any]:
-        """Return the step's line of metrics; `tokens` are the targets of the step."""
+        """Return the step's line of metrics; `tokens` are targets, the rate is of all tokens."""
         line: dict[str, Any] = {
             "step": self.step,
             "loss": float(out.loss),
@@ -392,7 +394,7 @@ class Run:
             "tokens": out.target_tokens,
             "total_tokens": self.total_tokens,
             "seconds": round(seconds, 4),
-            "tokens_per_second": out.target_tokens / max(seconds, 1e-9),
+            "tokens_per_second": out.tokens / max(seconds, 1e-9),
             "load_balance_loss": float(out.aux.loss),
             **load.summary(),
             "skipped_steps": self.bad_steps,

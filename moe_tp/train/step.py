@@ -34,6 +34,7 @@ class StepOutput:
         loss: cross entropy over all targets of the step; 0 without any.
         aux: router losses averaged over micro-batches, load summed over them.
         target_tokens: targets of the step on all ranks.
+        tokens: real tokens of the step on all ranks, targets or not.
         num_micro_batches: the largest number on any rank.
         logits: for each of this rank's micro-batches, where asked for.
     """
@@ -41,6 +42,7 @@ class StepOutput:
     loss: torch.Tensor
     aux: Aux
     target_tokens: int
+    tokens: int
     num_micro_batches: int
     logits: tuple[torch.Tensor, ...] = ()
 
@@ -159,6 +161,7 @@ def _run(
         loss=loss,
         aux=aux or model.gather_aux({}),
         target_tokens=plan.target_tokens,
+        tokens=plan.tokens,
         num_micro_batches=plan.num_micro_batches,
         logits=tuple(logits),
     )
@@ -197,6 +200,7 @@ def _through_pipeline(
         loss=loss,
         aux=aux,
         target_tokens=plan.target_tokens,
+        tokens=plan.tokens,
         num_micro_batches=plan.num_micro_batches,
         logits=tuple(logits[: len(micro_batches)]),
     )
@@ -207,7 +211,8 @@ class _Plan:
     """What all dp ranks know of the step: its targets, its length, where this rank's rows begin."""
 
     target_tokens: int
-    step_tokens: int | None
+    tokens: int
+    step_tokens: int | None  # over which router losses add up, once the load has been counted
     num_micro_batches: int
     first_sample: int
 
@@ -239,6 +244,7 @@ def _agree(model: Decoder, micro_batches: Sequence[MicroBatch]) -> _Plan:
     numbers = share_numbers(model.mesh, mine, problem, "a batch")
     return _Plan(
         target_tokens=sum(row[1] for row in numbers),
+        tokens=sum(row[3] for row in numbers),
         step_tokens=sum(row[3] for row in numbers),
         # a step of nothing still runs once, so that gradients are zero instead of missing
         num_micro_batches=max(1, *(row[0] for row in numbers)),
