@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -164,7 +165,7 @@ def _death(rank: int, code: int, folder: Path) -> Failure:
 
 def _sentence(failure: Failure) -> str:
     text = failure.message or "no message"
-    if failure.expected and text.startswith("rank "):  # it names the rank where it began
+    if failure.expected and re.match(r"rank \d+: ", text):  # it names the rank where it began
         return f"moe-tp: error: {text}"
     if failure.expected:
         return f"moe-tp: rank {failure.rank}: error: {text}"
