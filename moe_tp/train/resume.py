@@ -330,11 +330,11 @@ def export_checkpoint(
         return about
 
     about = together(read, mesh.group("world"), mesh.device)
-    config, dtype = ModelConfig.from_hub(about["config"]), getattr(torch, about["dtype"])
+    config, master = ModelConfig.from_hub(about["config"]), getattr(torch, about["dtype"])
     if about["lora"] is not None and about["lora"].get("base") is not None:
-        model = from_pretrained(about["source"], mesh, dtype=dtype)  # it is not in the checkpoint
+        model = from_pretrained(about["source"], mesh, dtype=master)  # it is not in the checkpoint
     else:
-        model = allocate(config, mesh, dtype)
+        model = allocate(config, mesh, master)
     model.name_rules = rules_for(config, about["hub_names"])
     if about["lora"] is not None:
         apply_lora(model, from_mapping(LoRAConfig, about["lora"], str(path), "lora."))
