@@ -27,7 +27,7 @@ L = ParallelLayout
 # A chosen few; `make parity` runs all. On 8 ranks: tp inside ep.
 CHOSEN: dict[int, tuple[ParallelLayout, ...]] = {
     2: (L(), L(tp=2), L(ep=2), L(etp=2), L(tp=2, ep=2), L(tp=2, etp=2)),
-    4: (L(), L(ep=2, etp=2), L(tp=2, ep=4), L(tp=4, etp=2), L(tp=4, ep=2, etp=2), L(tp=2, etp=4)),
+    4: (L(ep=2, etp=2), L(tp=2, ep=4), L(tp=4, ep=2, etp=2), L(tp=2, etp=4)),
     8: (L(tp=2, ep=4, etp=2),),
 }
 
