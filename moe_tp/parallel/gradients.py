@@ -31,7 +31,7 @@ from moe_tp.parallel.parameter import (
     splits,
     to_local,
 )
-from moe_tp.parallel.replicas import mark_summed, refuse_unsummed, slot_shares, sum_replicas
+from moe_tp.parallel.replicas import refuse_unsummed, slot_shares, sum_replicas
 from moe_tp.parallel.zero import reshard
 
 _BUCKET_BYTES = 64 << 20
@@ -266,8 +266,6 @@ def clip_grad_norm(
         for param in model.parameters():
             if param.grad is not None:
                 to_local(param.grad).mul_(coefficient)
-        for entry in named_specs(model):
-            mark_summed(entry)  # the sum is another number now, and still a sum
     return norm
 
 
