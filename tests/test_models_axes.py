@@ -141,7 +141,14 @@ def test_tied_windowed_model_with_dropout() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek_v3", "gpt_oss"]
+    + [
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("qwen3_moe", "qwen2_moe", "olmoe", "granitemoe", "deepseek_v2", "glm4_moe")
+    ],
+)
 def test_families_under_pipeline_context_and_zero(name: str) -> None:
     """G1: latent attention, sinks, windows, dense first layers and shared experts."""
     compare(
