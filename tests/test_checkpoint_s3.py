@@ -12,6 +12,7 @@ import fsspec
 import pytest
 import torch
 from checkpoint_toy import Toy, hub_tensors, make_mesh, toy_rules, write_folder
+from moto.moto_api import recorder
 from moto.server import ThreadedMotoServer
 
 from moe_tp.checkpoint import HubFolder, export_folder, load_into
@@ -33,6 +34,7 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A bucket with a folder of three shards; the address of its server."""
+    recorder._location = str(tmp_path_factory.mktemp("s3") / "recording")  # not in the checkout
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     moto.start()
     host, port = moto.get_host_and_port()
@@ -132,14 +134,14 @@ def test_large_tensors_come_in_parts_at_once(
 ) -> None:
     """K6: a large read is cut into ranges that run together, and put together again."""
     join(server)
-    monkeypatch.setattr("moe_tp.checkpoint.remote._PART", 1000)
+    monkeypatch.setattr("moe_tp.checkpoint.remote._PART", 100)
     opened = HubFolder(FOLDER)
     ranges_asked(server, start=True)
     tensors = hub_tensors(toy_rules(6))
     for name, tensor in tensors.items():
         assert torch.equal(opened.read_slice(name), tensor)
     asked = ranges_asked(server, start=False)
-    assert len(asked) == sum(max(1, -(-t.nbytes // 1000)) for t in tensors.values())
+    assert len(asked) == sum(max(1, -(-t.nbytes // 100)) for t in tensors.values())
 
 
 def test_errors_name_the_object(server: str, tmp_path: Path) -> None:
