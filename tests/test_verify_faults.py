@@ -266,7 +266,7 @@ FAULTS: dict[str, tuple[Callable[[], Patch], str, ParallelLayout, str]] = {
     "another expert chosen": (_choice_of_another_expert, "mixtral-8", L(), "routing"),
     "token left out": (_token_left_out, "mixtral-8", L(tp=2), "real tokens"),
     "router not optimised": (_router_not_optimised, "mixtral-8", L(), "weights"),
-    "gradients not cleared": (_stale_gradient, "mixtral-8", L(), "grad_norm"),
+    "gradients not cleared": (_stale_gradient, "mixtral-8", L(), "later_grad_norms"),
 }  # fmt: skip
 
 

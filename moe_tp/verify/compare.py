@@ -14,6 +14,7 @@ from moe_tp.errors import ConfigError
 __all__ = ["Findings", "Report", "Tolerances", "relative_error", "tolerances_for"]
 
 _FLOOR = 1e-6
+_AFTER_STEPS = ("later_grad_norms", "weights")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +25,39 @@ class Tolerances:
     logits: float
     gradients: float
     grad_norm: float
+    later_grad_norms: float
     weights: float
     flip_gap: float
 
 
 _TOLERANCES = {
     torch.float64: Tolerances(
-        loss=1e-9, logits=1e-9, gradients=1e-9, grad_norm=1e-9, weights=1e-9, flip_gap=1e-10
+        loss=1e-9,
+        logits=1e-9,
+        gradients=1e-9,
+        grad_norm=1e-9,
+        later_grad_norms=1e-9,
+        weights=1e-9,
+        flip_gap=1e-10,
     ),
     torch.float32: Tolerances(
-        loss=1e-5, logits=1e-5, gradients=1e-5, grad_norm=1e-6, weights=1e-5, flip_gap=1e-5
+        loss=1e-5,
+        logits=1e-5,
+        gradients=1e-5,
+        grad_norm=1e-6,
+        later_grad_norms=1e-5,  # of weights that may differ by as much
+        weights=1e-5,
+        flip_gap=1e-5,
     ),
     # Against the fp32 reference: what the 8 bits of bf16 cost a few layers deep.
     torch.bfloat16: Tolerances(
-        loss=2e-2, logits=5e-2, gradients=2e-1, grad_norm=5e-2, weights=2e-2, flip_gap=5e-2
+        loss=2e-2,
+        logits=5e-2,
+        gradients=2e-1,
+        grad_norm=5e-2,
+        later_grad_norms=5e-2,
+        weights=2e-2,
+        flip_gap=5e-2,
     ),
 }
 
@@ -78,8 +98,10 @@ class Report:
         passed: every error and every flip within tolerance.
         layout: the resolved layout, as text.
         loss: `reference` and `layout`, of the first step.
-        max_relative_error: `logits`, `loss`, `gradients`, `grad_norm` and `weights`, over all
-            steps; `weights` is None without steps.
+        max_relative_error: `logits`, `gradients` and `grad_norm` of the first step, where both
+            hold the same weights; `loss` of all steps; `weights` after them, None without steps.
+        later_grad_norms: the largest error of the other steps' norms, which are taken on weights
+            that differ by rounding; None without steps.
         worst_parameter: hub name with the largest error of gradient or weight.
         first_divergent_layer: the first layer whose router scores or output differ; where the
             forward agrees, the last layer with a wrong gradient (backward starts at the last).
@@ -95,6 +117,7 @@ class Report:
     layout: str
     loss: dict[str, float]
     max_relative_error: dict[str, float | None]
+    later_grad_norms: float | None
     worst_parameter: str | None
     first_divergent_layer: int | None
     routing_flips: int
@@ -126,7 +149,7 @@ class Findings:
 
     errors: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(
-            ("logits", "loss", "gradients", "grad_norm", "weights"), 0.0
+            ("logits", "loss", "gradients", "grad_norm", "later_grad_norms", "weights"), 0.0
         )
     )
     worst: tuple[float, str | None] = (0.0, None)
@@ -184,7 +207,7 @@ class Findings:
         found = list(self.notes)
         for kind, error in self.errors.items():
             limit: float = getattr(limits, kind)
-            if (steps or kind != "weights") and not error <= limit:
+            if (steps or kind not in _AFTER_STEPS) and not error <= limit:
                 named = f", worst at {self.worst[1]}" if kind in ("gradients", "weights") else ""
                 found.append(f"{kind}: relative error {error:.3g} is above {limit:g}{named}")
         if not self.widest_flip <= limits.flip_gap:
@@ -208,11 +231,13 @@ class Findings:
         failures = self.failures(limits, steps=steps)
         errors: dict[str, float | None] = dict(self.errors)
         if not steps:
-            errors["weights"] = None
+            errors |= dict.fromkeys(_AFTER_STEPS)
+        later_grad_norms = errors.pop("later_grad_norms")
         return Report(
             passed=not failures,
             loss=loss,
             max_relative_error=errors,
+            later_grad_norms=later_grad_norms,
             worst_parameter=self.worst[1],
             first_divergent_layer=self.divergent_layer(limits),
             routing_flips=self.flips,

@@ -63,7 +63,8 @@ def compare_step(
             findings.note(f"{result.targets} target tokens were counted, not {truth.targets}")
         findings.meet("loss", _scalar_error(result.loss, loss))
         findings.meet("loss", _scalar_error(result.aux_loss, aux))
-        findings.meet("grad_norm", _scalar_error(result.grad_norm, truth.grad_norm))
+        norm = "grad_norm" if whole else "later_grad_norms"
+        findings.meet(norm, _scalar_error(result.grad_norm, truth.grad_norm))
     places = _places(findings, results, step)
     _count_flips(findings, results, places, truth, reference)
     if not whole:
