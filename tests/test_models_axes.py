@@ -33,15 +33,17 @@ LAYOUTS: dict[int, list[Case]] = {
         ({"zero": 2}, {}),
     ],
     4: [
-        ({"pp": 2, "tp": 2, "etp": 2}, {"pp_schedule": "1f1b"}),
         ({"pp": 2, "ep": 2, "zero": 1}, {"pp_schedule": "interleaved_1f1b", "virtual_stages": 2}),
-        ({"pp": 4}, {"pp_schedule": "1f1b"}),
         ({"cp": 2, "tp": 2, "ep": 2, "etp": 2}, {"cp_kind": "ring"}),
-        ({"cp": 2, "pp": 2, "zero": 1}, {"cp_kind": "ulysses"}),
         ({"cp": 2, "zero": 3, "ep": 4}, {"recompute": "full"}),
-        ({"tp": 2, "zero": 2, "ep": 2, "etp": 2}, {}),
     ],
 }
+MORE: list[Case] = [
+    ({"pp": 2, "tp": 2, "etp": 2}, {"pp_schedule": "1f1b"}),
+    ({"pp": 4}, {"pp_schedule": "1f1b"}),
+    ({"cp": 2, "pp": 2, "zero": 1}, {"cp_kind": "ulysses"}),
+    ({"tp": 2, "zero": 2, "ep": 2, "etp": 2}, {}),
+]
 
 
 def config(name: str, layers: int = 4, **changes: Any) -> ModelConfig:
@@ -125,6 +127,12 @@ def compare(name: str, world: int, cases: list[Case], **changes: Any) -> None:
 def test_mixtral_equals_one_process(world: int) -> None:
     """G1, G3, G5, L1, L2, L3, N1, N3, D2, D4, C54: losses, gradients, norms, weights, logits."""
     compare("mixtral", world, LAYOUTS[world])
+
+
+@pytest.mark.slow
+def test_mixtral_equals_one_process_on_more_layouts() -> None:
+    """G1, G3, G5: a stage a rank, and pipeline with tensor and context parallelism."""
+    compare("mixtral", 4, MORE)
 
 
 def test_tied_windowed_model_with_dropout() -> None:

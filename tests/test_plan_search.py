@@ -145,8 +145,8 @@ def test_smallest_group_and_remedies(mixtral: ModelConfig) -> None:
         "weights",
         "more",
     ]
-    small = replace(H100, memory=1e9)
-    assert remedies(mixtral, Job(mode="lora", offload=True), 1, small) == []
+    small = replace(H100, memory=1e3)
+    assert remedies(preset("mixtral"), Job(mode="lora", offload=True), 1, small) == []
 
 
 def test_hardware_is_overridable() -> None:
