@@ -55,15 +55,21 @@ class Mutant:
         return None
 
 
-def load(room: str | None = None, rule: str | None = None) -> list[Mutant]:
-    """Return the listed mutants, those of one room or rule where given."""
+def load(room: str | None = None, rule: str | None = None, match: str = "") -> list[Mutant]:
+    """Return the listed mutants, those of one room, rule or with a text where given."""
     mutants = []
     for path in sorted(LISTS.glob("*.toml")):
         for entry in tomllib.loads(path.read_text()).get("mutant", []):
             test = entry.pop("test")
             tests = (test,) if isinstance(test, str) else tuple(test)
             mutants.append(Mutant(room=path.stem, test=tests, **entry))
-    return [m for m in mutants if room in (None, m.room) and rule in (None, *m.rule.split())]
+    return [
+        m
+        for m in mutants
+        if room in (None, m.room)
+        and rule in (None, *m.rule.split())
+        and any(match in text for text in (m.file, m.find, m.replace, *m.test))
+    ]
 
 
 def copy_tree(target: Path) -> None:
@@ -116,10 +122,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--room", help="only tests/mutants/ROOM.toml")
     parser.add_argument("--rule", help="only mutants of this rule, as R1")
+    parser.add_argument("--match", default="", help="only with this text in file, change or test")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one mutant")
     options = parser.parse_args()
-    mutants = load(options.room, options.rule)
+    mutants = load(options.room, options.rule, options.match)
     if not mutants:
         print("no mutant matches")
         return 1
