@@ -31,7 +31,7 @@ from moe_tp.train.step import forward_backward
 
 # torchao warns of its own kernels, which are for GPUs
 pytestmark = pytest.mark.filterwarnings("ignore")
-WIDTHS = {"hidden_size": 32, "intermediate_size": 128, "moe_intermediate_size": 128}
+WIDTHS = {"hidden_size": 32, "intermediate_size": 256, "moe_intermediate_size": 256}
 TARGETS = ("attention", "experts")
 
 

@@ -32,9 +32,11 @@ from moe_tp.train.settings import from_mapping
 HUB: dict[str, Any] = {**MIXTRAL, "num_hidden_layers": 1}
 
 
-def make(layout: dict[str, int], dtype: torch.dtype, **hub: Any) -> Decoder:
+def make(
+    layout: dict[str, int], dtype: torch.dtype, *, offload: bool = False, **hub: Any
+) -> Decoder:
     split = torch.distributed.is_initialized()
-    runtime = Runtime(master_dtype=dtype)
+    runtime = Runtime(master_dtype=dtype, offload=offload)
     mesh = Mesh(ParallelLayout(**layout), runtime) if split else Mesh.single(runtime)
     return build(ModelConfig.from_hub({**HUB, **hub}), mesh, seed=1, dtype=dtype)
 
@@ -57,10 +59,15 @@ def give_gradients(model: Decoder, step: int) -> None:
 
 
 def updated(
-    layout: dict[str, int], dtype: torch.dtype, settings: dict[str, Any], steps: int = 3
+    layout: dict[str, int],
+    dtype: torch.dtype,
+    settings: dict[str, Any],
+    steps: int = 3,
+    offload: bool = False,
+    **hub: Any,
 ) -> dict[str, torch.Tensor]:
     """All logical weights after steps on made-up gradients."""
-    model = make(layout, dtype)
+    model = make(layout, dtype, offload=offload, **hub)
     config = TrainConfig(
         steps=steps, lr=1e-2, router_lr=3e-3, weight_decay=0.1, eps=1e-6, **settings
     )
@@ -126,6 +133,48 @@ def test_it_is_adamw() -> None:
         theirs.step()
     for one, two in pairs.items():
         assert torch.allclose(to_local(one), to_local(two), rtol=0, atol=1e-14)
+
+
+OFFLOADED = [
+    (torch.float32, {"optimizer": "muon", "momentum": 0.95}),
+    (torch.bfloat16, {"moments": "bfloat16"}),
+    (torch.float32, {"moments": "8bit"}),
+]
+
+
+def offloaded(layout: dict[str, int]) -> list[bool]:
+    """Whether weights in host memory take the same step, bit for bit."""
+    found = []
+    for dtype, settings in OFFLOADED:
+        if settings.get("moments") == "8bit" and importlib.util.find_spec("torchao") is None:
+            continue
+        beside = updated(layout, dtype, settings)
+        apart = updated(layout, dtype, settings, offload=True)
+        found.append(all(torch.equal(apart[n], beside[n]) for n in beside))
+    return found
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2, "ep": 2, "zero": 3}, {"dp": 2, "zero": 1}], ids=str)
+def test_each_optimiser_steps_in_host_memory(layout: dict[str, int]) -> None:
+    """Offload with Muon, with weights and moments in bf16, and with moments of 8 bits."""
+    for rank in run_ranks(offloaded, 2, layout):
+        assert all(rank)
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "muon", "momentum": 0.95}], ids=str)
+def test_narrow_moments_beside_fp64_weights(settings: dict[str, Any], moments: str) -> None:
+    """Weights of fp64 are updated in fp64, whatever their moments are kept in."""
+    if moments == "8bit":
+        pytest.importorskip("torchao")
+    sizes = {"hidden_size": 64, "intermediate_size": 32}
+    start = {e.fqn: to_local(e.param) for e in named_specs(make({}, torch.float64, **sizes))}
+    wide = updated({}, torch.float64, settings, **sizes)
+    found = updated({}, torch.float64, {**settings, "moments": moments}, **sizes)
+    moved = torch.cat([(wide[n] - start[n]).flatten() for n in wide])
+    off = torch.cat([(wide[n] - found[n]).flatten() for n in wide])
+    assert all(value.dtype == torch.float64 for value in found.values())
+    assert 0 < float(off.norm() / moved.norm()) < 0.05
 
 
 def test_each_expert_is_a_matrix_of_its_own_to_muon() -> None:

@@ -259,9 +259,9 @@ def test_a_browser_draws_the_page(tmp_path: Path) -> None:
     page = write_report(tmp_path, title="a run", settings="lr: 1")
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
     browser = next((path for name in names if (path := shutil.which(name))), None)
+    assert page.read_text().count("<svg") == 9
     if browser is None:
-        assert page.read_text().count("<svg") == 9
-        return
+        pytest.skip("there is no chromium or chrome on this machine")
     measured = tmp_path / "measured.html"
     measured.write_text(page.read_text().replace("</body>", MEASURE))
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]

@@ -8,7 +8,7 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -96,7 +96,7 @@ class SmallAdamW(torch.optim.Optimizer):
         stored = to_local(param), to_local(state["exp_avg"]), to_local(state["exp_avg_sq"])
         assert param.grad is not None
         for rows in self.row_ranges(stored):
-            weight, mean, square = (wide_copy(tensor, rows) for tensor in stored)
+            weight, mean, square = wide_copies(stored, rows)
             grad = to_local(param.grad)[rows].to(weight.dtype)
             mean.lerp_(grad, 1.0 - first)
             square.mul_(second).addcmul_(grad, grad, value=1.0 - second)
@@ -186,13 +186,18 @@ def round_stochastic(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isfinite(exact), rounded, exact).to(torch.bfloat16)
 
 
-def wide_copy(tensor: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
-    """Return a copy of rows of a local tensor in fp32 or wider."""
-    if _is_quantised(tensor):
-        found: torch.Tensor = tensor.dequantize()
-        return found
-    part = tensor[rows]
-    return part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
+def wide_copies(tensors: Sequence[torch.Tensor], rows: slice = slice(None)) -> list[torch.Tensor]:
+    """Return copies of rows of local tensors, all in fp32 or, where the first is, in fp64.
+
+    Args:
+        tensors: the weight and its moments.
+        rows: which rows.
+    """
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    return [
+        tensor.dequantize().to(wide) if _is_quantised(tensor) else tensor[rows].to(wide, copy=True)
+        for tensor in tensors
+    ]
 
 
 def _is_quantised(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from moe_tp.models.head import Head
 from moe_tp.parallel.collectives import raw_all_gather
 from moe_tp.parallel.parameter import NamedSpec, Split, splits, to_local
-from moe_tp.train.adamw import SmallAdamW, wide_copy
+from moe_tp.train.adamw import SmallAdamW, wide_copies
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
@@ -60,7 +60,7 @@ class Muon(SmallAdamW):
         entry = self._entries[param]  # type: ignore[index]
         everything = slice(None)
         stored = to_local(param), to_local(state["momentum_buffer"])
-        weight, momentum = (wide_copy(tensor) for tensor in stored)
+        weight, momentum = wide_copies(stored)
         grad = to_local(param.grad).to(weight.dtype)
         momentum.lerp_(grad, 1.0 - group["momentum"])
         ahead = grad.lerp(momentum, group["momentum"])
