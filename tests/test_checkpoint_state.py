@@ -339,6 +339,11 @@ def test_what_would_go_on_wrongly_is_refused(root: Path, whole_runs: dict[str, P
         run(settings(root, "refused", "deepseek"), resume=True)
     with pytest.raises(MoeTpError, match=r"resume with the runtime\.master_dtype"):
         run({**tree, "runtime": {}}, resume=True)
+    text = (root / "train.jsonl").read_text()
+    (root / "train.jsonl").write_text(text.replace(" 3,", " 4,", 1))
+    with pytest.raises(MoeTpError, match="as many rows, but not the same"):
+        run(tree, resume=True)
+    (root / "train.jsonl").write_text(text)
     with (root / "train.jsonl").open("a") as file:
         file.write('\n{"input_ids": ' + str(list(range(24))) + "}")
     try:

@@ -83,6 +83,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixt
         ([str(bare), "--prompt", "a"], "neither tokenizer.json nor tokenizer.model"),
         ([str(bare), "--prompt", "a", "--tokenizer", str(folder)], "outside the vocabulary of 64"),
         ([str(folder), "--prompt", "a" * 5000], "positions; shorten it"),
+        ([str(folder), "--prompt", "a", "--prompt", "b\udce9"], "prompt 1 is not UTF-8 text"),
         ([str(folder), "--prompt", "a", "--temperature", "0", "--top-k", "3"], "do nothing"),
         ([str(tmp_path / "none"), "--prompt", "a"], "no folder of this machine"),
     ]

@@ -263,6 +263,32 @@ def test_draws_follow_the_distribution() -> None:
         assert not share[warped[0] == -torch.inf].any()
 
 
+def test_settings_that_are_none_are_refused() -> None:
+    """F3: before anything is computed."""
+    model = build(ModelConfig.from_hub(hub_config("mixtral")), Mesh.single())
+    settings: list[tuple[dict[str, Any], str]] = [
+        ({"stop_ids": "end"}, "stop_ids='end' must be a token id"),
+        ({"stop_ids": [1.5]}, "must be a token id"),
+        ({"top_k": 2.5}, "top_k=2.5 must be a whole number"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be a whole number from 1 on"),
+        ({"top_p": 0.0}, "top_p=0.0 must lie in"),
+    ]
+    for given, said in settings:
+        with pytest.raises(ConfigError, match=said):
+            generate(model, [[1, 2]], **given)
+
+
+def test_a_temperature_near_zero_takes_the_likeliest() -> None:
+    """Also where a logit over the temperature is beyond the largest number."""
+    logits = torch.tensor([[1.0, 3.0, -2.0, 2.9], [-5.0, -7.0, -1.0, -2.0]])
+    for temperature in (1e-3, 1e-300, 5e-324):
+        for top_k, top_p in ((0, 1.0), (2, 1.0), (0, 0.5)):
+            sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+            assert draw(logits, sampling, torch.arange(2), 0).tolist() == [1, 2]
+    bad = torch.tensor([[1.0, torch.inf], [torch.nan, 0.0], [0.0, -torch.inf]])
+    assert draw(bad, Sampling(temperature=1.0), torch.arange(3), 0).tolist() == [-1, -1, 0]
+
+
 def test_the_cache_grows_in_blocks_and_windows_stay_small() -> None:
     """No step allocates; a window keeps what can be seen, whatever the length."""
     for window in (0, 5):

@@ -222,6 +222,13 @@ def test_parts_of_a_message_are_joined(folder: Path) -> None:
         ("a.jsonl", '{"input_ids": ["a"]}', "must be a list of whole numbers"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}', "has no chat template"),
         ("a.jsonl", '{"messages": []}', "at least one turn"),
+        ("a.jsonl", '{"text": null}', "line 1: 'text' is null, and format text needs a value"),
+        (
+            "a.jsonl",
+            '{"text": "a\\ud800b"}',
+            "line 1: character 1 of a text is half of a surrogate",
+        ),
+        ("a.json", '{"text": "a"}\n{"text"', "line 2 is not JSON"),
         ("a.csv", 'text\n"a" b\n', "is not CSV"),
         ("a.csv", "text\na,b\n", "another number of columns"),
     ],
@@ -233,6 +240,29 @@ def test_unusable_data_is_one_sentence(folder: Path, name: str, content: str, sa
     assert said in str(raised.value)
     assert name in str(raised.value)
     assert len(str(raised.value).splitlines()) == 1
+
+
+def test_names_in_capitals_and_lines_in_json(folder: Path) -> None:
+    """As other tools write them: an object a line under the name .json, endings in capitals."""
+    lines = '{"text": "one"}\n\n{"text": "two"}\r\n'
+    for name in ("a.json", "B.JSONL", "C.Json"):
+        found = [show(document)[0] for document in documents(folder, name, lines)]
+        assert found == ["one$", "two$"]
+    (folder.parent / "many").mkdir()
+    (folder.parent / "many" / "D.TXT").write_text("x")
+    assert [path.name for path in list_files([folder.parent / "many"])] == ["D.TXT"]
+
+
+def test_a_text_that_begins_twice(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Ids are those of the model's tokenizer, which adds a token to a text that has it."""
+    config = {"bos_token": "^", "eos_token": "<end>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (once,) = documents(folder, "a.jsonl", '{"text": "ab"}')
+    assert show(once)[0] == "^ab$"
+    assert not caplog.records
+    (twice,) = documents(folder, "a.jsonl", '{"text": "^ab"}')
+    assert show(twice)[0] == "^^ab$"
+    assert "begins with '^', and the model's tokenizer adds one" in caplog.text
 
 
 def test_unreadable_files(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ranks and stages that hold nothing to train: they join every collective, and nothing else moves."""
+"""Ranks and stages with nothing to train: they join every collective, and nothing else moves."""
 
 from __future__ import annotations
 

@@ -245,6 +245,36 @@ def test_the_command_trains(folder: Path) -> None:
     assert "lr: 0.001" in (folder / "command" / "config.yaml").read_text()
 
 
+def test_warnings_are_seen(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What does not do what it seems to is told on stderr, once a run; stdout stays as it was."""
+    path = folder / "warned.yaml"
+    tree = settings(folder, "warned", steps=2, warmup_steps=9, decay_steps=3, eval_every=1)
+    del tree["data"]["eval"]
+    path.write_text(yaml.safe_dump(tree))
+    expected = [
+        "moe-tp: warning: train.warmup_steps=9 is not below the 2 steps of the run",
+        "moe-tp: warning: train.eval_every=1 evaluates nothing without data.eval",
+        "moe-tp: warning: train.decay_steps=3 is of schedule wsd and does nothing with",
+    ]
+    assert main(["finetune", str(path), "--nproc", "2"]) == 0
+    out, err = capfd.readouterr()
+    assert all(err.count(line) == 1 for line in expected)
+    assert "warning" not in out
+    words = ["train.warmup_steps=0", "train.decay_steps=none", "train.eval_every=0"]
+    assert main(["finetune", str(path), "--resume", *words]) == 0
+    err = capfd.readouterr().err
+    assert "--resume: no checkpoint in" in err
+    assert "holds final/ of an earlier run, which this one replaces" in err
+    assert not any(line in err for line in expected)
+
+
+def test_an_output_that_is_a_file(folder: Path) -> None:
+    """F3."""
+    (folder / "a-file").write_text("x")
+    with pytest.raises(MoeTpError, match="cannot be made a folder: File exists"):
+        run(settings(folder, "a-file"))
+
+
 def test_epochs_become_steps(folder: Path) -> None:
     tree = settings(folder, "epochs", epochs=1.5)
     del tree["train"]["steps"]

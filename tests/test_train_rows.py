@@ -111,3 +111,15 @@ def test_saved_rows_are_mapped_and_equal(tmp_path: Path) -> None:
     for n in range(len(rows)):
         first, second = rows.batch([n]), loaded.batch([n])
         assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_rows_are_known_by_what_they_hold(tmp_path: Path) -> None:
+    """K4: other tokens in as many rows have another digest, the same ones the same."""
+    digests = []
+    for number, first in enumerate((1, 1, 2)):
+        changed = documents([5, 30, 2, 7])
+        changed[0] = Document(ids=[first] * 5, labels=[first] * 5, splits=True)
+        make_rows(changed, 8).save(tmp_path / str(number))
+        digests.append(Rows.load(tmp_path / str(number)).digest)
+    assert digests[0] == digests[1] != digests[2]
+    assert len(digests[0]) == 16

@@ -121,6 +121,8 @@ def test_a_position_is_exact(root: Path, stop: int) -> None:
     assert taken(second, 12 - stop) == whole[stop:]
     with pytest.raises(DataError, match="has seed=9, this run's seed=3"):
         second.restore({**state, "seed": 9})
+    with pytest.raises(DataError, match="this run's files="):
+        second.restore({**state, "files": "of another run"})
 
 
 def test_windows_are_counted_and_deleted(root: Path) -> None:

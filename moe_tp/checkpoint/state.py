@@ -215,7 +215,8 @@ def load_state(
             if kind != type(optimizer).__name__:
                 raise CheckpointError(
                     f"{path}: holds the state of {kind}, and this run's optimiser is "
-                    f"{type(optimizer).__name__}; resume with the optimiser it was started with"
+                    f"{type(optimizer).__name__}; resume with the optimiser, the dtype of its "
+                    f"moments and of the weights that it was started with"
                 )
             _allocate_moments(model, optimizer, folder)
             targets += _moment_targets(model, optimizer)

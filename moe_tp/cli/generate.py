@@ -118,6 +118,13 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
             prompts.append(Path(options.prompt_file).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"--prompt-file {options.prompt_file}: {error}") from error
+    for number, prompt in enumerate(prompts):
+        try:
+            prompt.encode("utf-8")  # bytes of the command line that are no UTF-8 come as surrogates
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"prompt {number} is not UTF-8 text: character {error.start} cannot be read"
+            ) from error
     if not prompts:
         raise DataError("there is no prompt; give --prompt TEXT or --prompt-file FILE")
     return prompts

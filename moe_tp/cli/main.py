@@ -17,6 +17,7 @@ from moe_tp import __version__
 from moe_tp.cli import launcher
 from moe_tp.cli.environment import Place, find_place
 from moe_tp.cli.failures import exit_code
+from moe_tp.cli.notices import shown
 from moe_tp.errors import MoeTpError
 
 __all__ = ["entry", "main"]
@@ -57,11 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     place = None
     try:
         if not hasattr(options, "tp"):  # a command without ranks
-            return _run(options)
+            with shown(None):
+                return _run(options)
         place = find_place(options.nproc)
         if place is None and options.nproc > 1:
             return launcher.launch(words, options.nproc, debug=options.debug, grace=options.grace)
-        return _run_on_ranks(options, place)
+        with shown(place):
+            return _run_on_ranks(options, place)
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # noqa: BLE001 - the outermost frame, which shows every error

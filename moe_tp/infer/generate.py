@@ -6,6 +6,7 @@ Letters: B rows · S columns · V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
@@ -107,7 +108,13 @@ def generate(
     stops = stops_of(model)
     if stop_ids is not None:
         given = [stop_ids] if isinstance(stop_ids, int) else stop_ids
-        stops = Stops(ids=frozenset(map(int, given)), pad=stops.pad)
+        try:
+            stops = Stops(ids=frozenset(map(operator.index, given)), pad=stops.pad)
+        except TypeError:
+            raise ConfigError(
+                f"stop_ids={stop_ids!r} must be a token id or a list of them; texts have ids by "
+                f"the model's tokenizer"
+            ) from None
     prompts = read_prompts(input_ids, attention_mask)
     said = [sampling, max_new_tokens, sorted(stops.ids), split_rows, prompts if split_rows else ()]
     model.mesh.agree("the settings of generate", repr(said))

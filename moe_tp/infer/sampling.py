@@ -37,8 +37,8 @@ class Sampling:
             )
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"top_p={self.top_p} must lie in (0, 1]; 1 draws among all tokens")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k={self.top_k} must be 0 (all tokens) or above")
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ConfigError(f"top_k={self.top_k} must be a whole number, 0 (all tokens) or above")
 
 
 def gather_logits(part_BV: torch.Tensor, group: Group, vocab_size: int) -> torch.Tensor:
@@ -91,9 +91,11 @@ def draw(
         row_B: number of each row in the batch of all ranks.
         number: of the new token, from 0.
     """
-    logits_BV = logits_BV.to(torch.float64) / sampling.temperature
-    finite_B = torch.isfinite(logits_BV.amax(-1))
-    logits_BV = torch.where(finite_B[:, None], logits_BV, 0.0)
+    logits_BV = logits_BV.to(torch.float64)
+    top_B1 = logits_BV.amax(-1, keepdim=True)
+    finite_B = torch.isfinite(top_B1[:, 0])
+    # from the top down: a temperature near 0 takes the others to -inf, and not the top to inf
+    logits_BV = torch.where(finite_B[:, None], logits_BV - top_B1, 0.0) / sampling.temperature
     words = logits_BV.shape[1]
     if 0 < sampling.top_k < words:
         least_B1 = torch.topk(logits_BV, sampling.top_k, dim=-1).values[:, -1:]

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from moe_tp.checkpoint.files import parse_size
 from moe_tp.errors import ConfigError
 from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.train.lora import LoRAConfig
@@ -29,7 +30,7 @@ _AT_LEAST_1 = (
 )  # fmt: skip
 _AT_LEAST_0 = (
     "warmup_steps", "sample_every", "eval_every", "save_every", "keep_best", "probe_tokens",
-    "rebalance_every",
+    "rebalance_every", "decay_steps",
 )  # fmt: skip
 
 _NOT_NEGATIVE = (
@@ -202,11 +203,16 @@ class TrainConfig:
         for name in _AT_LEAST_1:
             _at_least(f"train.{name}", getattr(self, name), 1)
         for name in _AT_LEAST_0:
-            _at_least(f"train.{name}", getattr(self, name), 0)
+            _at_least(f"train.{name}", getattr(self, name) or 0, 0)
         if self.steps is not None:
             _at_least("train.steps", self.steps, 1)
-        if self.epochs is not None and not self.epochs > 0:
-            raise ConfigError(f"train.epochs={self.epochs} must be above 0")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ConfigError(f"train.epochs={self.epochs} must be a finite number above 0")
+        if self.eps == 0 and self.optimizer != "sgd":
+            raise ConfigError(
+                "train.eps=0.0 divides 0 by 0 where a gradient is 0, as of an expert without a "
+                "token; choose a number above 0, such as 1e-8"
+            )
         for name in _NOT_NEGATIVE:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
@@ -233,6 +239,10 @@ class TrainConfig:
             )
         if self.residual_dropout is not None and not 0 <= self.residual_dropout < 1:
             raise ConfigError(f"train.residual_dropout={self.residual_dropout} must lie in [0, 1)")
+        try:
+            parse_size(self.max_shard_size)
+        except ConfigError as error:
+            raise ConfigError(f"train.{error}") from error
 
     def accumulation(self, dp: int) -> int:
         """Return the micro-batches of a step on each of `dp` ranks.
@@ -278,6 +288,8 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         if os.path.realpath(self.output) == os.path.realpath(self.model):
             raise ConfigError(f"output={self.output} is the model's own folder; choose another")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"seed={self.seed} must lie in [0, 2**63)")
         if self.lora is not None and (self.train.freeze or self.train.only):
             raise ConfigError(
                 "train.freeze and train.only choose among the model's weights, and lora freezes "

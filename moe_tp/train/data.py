@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -212,11 +212,16 @@ class DataStream:
             self._epoch = (epoch, order)
         return int(self._epoch[1][place])
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Return the position, and what it is a position in."""
-        return {"position": self.position, "rows": len(self.rows), "seed": self.seed}
+        return {
+            "position": self.position,
+            "rows": len(self.rows),
+            "seed": self.seed,
+            "digest": self.rows.digest,
+        }
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Go to a position.
 
         Raises:
@@ -229,6 +234,12 @@ class DataStream:
                     f"the checkpoint's data has {name}={state[name]}, this run's {name}={mine}; "
                     f"resume with the data and the seed that it was started with"
                 )
+        was, now = state.get("digest"), self.rows.digest
+        if was and now and was != now:
+            raise DataError(
+                f"the checkpoint's data has digest={was}, this run's digest={now}: there are as "
+                f"many rows, but not the same; resume with the data that it was started with"
+            )
         self.position = state["position"]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_tp.errors import DataError
+from moe_tp.log import warn_once
 from moe_tp.models.tokens import IGNORE
 from moe_tp.train.chat import ChatTemplate, Span
 from moe_tp.train.config import DataConfig
@@ -122,7 +123,14 @@ class DocumentMaker:
                 f"{record.where} has no {missing[0]!r}, which format {kind} needs; it has "
                 f"{', '.join(map(repr, fields))} (data.columns renames)"
             )
-        document = self._makers[kind](fields, record.where)
+        try:
+            document = self._makers[kind](fields, record.where)
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{record.where}: character {error.start} of a text is half of a surrogate pair "
+                f"(U+{ord(error.object[error.start]):04X}), which UTF-8 cannot hold; write the "
+                f"file anew"
+            ) from error
         bad = [i for i in document.ids if not 0 <= i < self.vocab_size]
         if bad:
             raise DataError(
@@ -141,6 +149,12 @@ class DocumentMaker:
         for kind, keys in _KEYS.items():
             if all(fields.get(key) is not None for key in keys):
                 return kind
+        for kind, keys in _KEYS.items():
+            null = [key for key in keys if key in fields and fields[key] is None]
+            if null and all(key in fields for key in keys):
+                raise DataError(
+                    f"{record.where}: {null[0]!r} is null, and format {kind} needs a value"
+                )
         raise DataError(
             f"{record.where} has the keys {', '.join(map(repr, fields))}, which no format has; "
             f"name columns in data.columns, for example text: {next(iter(fields), 'body')}"
@@ -153,6 +167,12 @@ class DocumentMaker:
         if self.config.loss == "answers":
             raise DataError(f"{where} is plain text without answers; set data.loss to auto or all")
         ids = self.tokenizer.document(_string(fields, "text", where), end=self.config.add_eos)
+        if len(ids) > 1 and ids[0] == self.tokenizer.bos == ids[1]:
+            warn_once(
+                f"{self.folder}: two tokens at the beginning",
+                f"{where} begins with {self.tokenizer.special.get('bos_token')!r}, and the "
+                f"model's tokenizer adds one: both are kept, as it does; leave it out of the text",
+            )
         return Document(ids=ids, labels=list(ids), splits=True)
 
     def _tokens(self, fields: dict[str, Any], where: str) -> Document:

@@ -39,9 +39,9 @@ def list_files(names: Sequence[str | Path]) -> list[Path]:
     for name in names:
         path = Path(name)
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix in _READERS and p.is_file())
+            inside = sorted(p for p in path.rglob("*") if _kind(p) in _READERS and p.is_file())
             # A folder that `datasets` has saved holds JSON about itself beside its data.
-            saved = {p.parent for p in inside if p.suffix == ".arrow"}
+            saved = {p.parent for p in inside if _kind(p) == ".arrow"}
             inside = [
                 p
                 for p in inside
@@ -53,7 +53,7 @@ def list_files(names: Sequence[str | Path]) -> list[Path]:
             found += inside
         elif not path.is_file():
             raise DataError(f"{path} does not exist; check the paths in data.train and data.eval")
-        elif path.suffix not in _READERS:
+        elif _kind(path) not in _READERS:
             raise DataError(f"{path} is no data file that can be read; it can be {_kinds()}")
         else:
             found.append(path)
@@ -67,7 +67,7 @@ def read_records(path: Path) -> Iterator[Record]:
         DataError: the file cannot be read, a record is malformed, or there is none.
     """
     count = 0
-    for record in _READERS[path.suffix](path):
+    for record in _READERS[_kind(path)](path):
         count += 1
         yield record
     if count == 0:
@@ -120,7 +120,13 @@ def _json(path: Path) -> Iterator[Record]:
     text = _read_text(path)
     if not text.strip():
         return
-    content = _decode(text, str(path))
+    try:
+        content = _decode(text, str(path))
+    except DataError:
+        if not text.lstrip().startswith("{"):
+            raise
+        yield from _jsonl(path)  # an object a line under the name .json, as many tools write it
+        return
     if not isinstance(content, list):
         raise DataError(f"{path} holds {type(content).__name__} where a list of records must stand")
     for number, item in enumerate(content):
@@ -195,6 +201,10 @@ _READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".parquet": _parquet,
     ".arrow": _arrow,
 }
+
+
+def _kind(path: Path) -> str:
+    return path.suffix.lower()
 
 
 def _kinds() -> str:

@@ -16,6 +16,7 @@ from moe_tp.models.load import from_pretrained, save_pretrained
 from moe_tp.parallel.gradients import clip_grad_norm, settle_gradients
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.train.baseline import unigram_loss
+from moe_tp.train.checks import make_output, steps_of, warn_of_settings
 from moe_tp.train.config import FinetuneConfig
 from moe_tp.train.data import DataStream, data_together, load_rows, warn_of_length
 from moe_tp.train.evaluate import evaluate
@@ -130,7 +131,8 @@ class Run:
                 dp=mesh.size("dp"),
                 dp_rank=mesh.coordinate("dp"),
             )
-        self.steps = self._num_steps()
+        self.steps = steps_of(config.train, self.rows)
+        warn_of_settings(config, self.steps)
         self.optimizer = make_optimizer(self.model, config.train, seed=config.seed)
         self.placement = Placement(self.model, config.train.rebalance_every)
         self.saver = Saver(mesh, background=config.train.async_save)
@@ -346,17 +348,9 @@ class Run:
             return None
         return unigram_loss(self.rows, self.held_out, self.model.config.vocab_size)
 
-    def _num_steps(self) -> int:
-        train = self.config.train
-        if train.steps is not None:
-            return train.steps
-        assert train.epochs is not None
-        assert self.rows is not None
-        return max(1, math.ceil(train.epochs * len(self.rows) / train.global_batch))
-
     def _open_output(self) -> None:
         if self.first:
-            self.output.mkdir(parents=True, exist_ok=True)
+            make_output(self.output, FINAL)
 
     def write_settings(self) -> None:
         """Write the resolved settings, which a resume that is refused must leave as they were."""

@@ -6,6 +6,7 @@ each piece, which is how the model knows that none may see, or be the target of,
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -80,6 +81,7 @@ class Rows:
         pieces: `[P, 2]`, first and one past the last token of each piece, in the order of rows.
         rows: `[rows + 1]`, number of the first piece of each row.
         counts: how they came about.
+        digest: of the arrays, "" where they were not saved; by it a resume knows its data.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -87,6 +89,7 @@ class Rows:
     pieces: Ints
     rows: Ints
     counts: Counts
+    digest: str = ""
 
     def __len__(self) -> int:
         return len(self.rows) - 1
@@ -125,18 +128,22 @@ class Rows:
     def save(self, folder: Path) -> None:
         """Write the arrays to a folder; the file of counts comes last and marks it complete."""
         folder.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256()
         for name in _FILES:
-            np.save(folder / f"{name}.npy", getattr(self, name))
+            array = np.ascontiguousarray(getattr(self, name))
+            digest.update(array.data)
+            np.save(folder / f"{name}.npy", array)
         part = folder / "counts.part"
-        part.write_text(json.dumps(asdict(self.counts)))
+        part.write_text(json.dumps({**asdict(self.counts), "digest": digest.hexdigest()[:16]}))
         os.replace(part, folder / "counts.json")
 
     @classmethod
     def load(cls, folder: Path) -> Rows:
         """Return the rows that lie in a folder, mapped into memory rather than read."""
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _FILES}
-        counts = Counts(**json.loads((folder / "counts.json").read_text()))
-        return cls(counts=counts, **arrays)
+        counts = json.loads((folder / "counts.json").read_text())
+        digest = counts.pop("digest", "")
+        return cls(counts=Counts(**counts), digest=digest, **arrays)
 
 
 def make_rows(

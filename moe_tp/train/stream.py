@@ -10,12 +10,15 @@ window, without tokenising what came before.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -102,6 +105,12 @@ class WindowMaker:
                     yield self.maker(record, kind)
 
 
+def _names_and_sizes(train: Sequence[str]) -> str:
+    """Return a digest of the files, by which a resume knows that they are those it began with."""
+    files = [(path.name, path.stat().st_size) for path in list_files(train)]
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
+
+
 class WindowStream:
     """The micro-batches of each optimiser step for one data-parallel rank, read as they come.
 
@@ -154,6 +163,7 @@ class WindowStream:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="moe_tp data")
 
         data_together(prepare, mesh)
+        self._files = data_together(lambda: _names_and_sizes(config.train), mesh)
         self._rows: Rows | None = None  # of the current window; None: it has none
         self._order: Ints | None = None
         self._open_now = self._last = False
@@ -176,9 +186,10 @@ class WindowStream:
             batches.append({**_batch(mine, self.config.seq_len), "sample_offset": offset})
         return batches
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Return the position, and what it is a position in."""
         return {
+            "files": self._files,
             "epoch": self.epoch,
             "window": self.window,
             "taken": self.taken,
@@ -186,15 +197,15 @@ class WindowStream:
             "stream_window": self.config.stream_window,
         }
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Go to a position.
 
         Raises:
-            DataError: it belongs to another seed or size of windows.
+            DataError: it belongs to other files, another seed or size of windows.
         """
-        for name in ("seed", "stream_window"):
+        for name in ("seed", "stream_window", "files"):
             mine = self.state()[name]
-            if state.get(name) != mine:
+            if state.get(name, mine if name == "files" else None) != mine:
                 raise DataError(
                     f"the checkpoint's data has {name}={state.get(name)}, this run's "
                     f"{name}={mine}; resume with the data and the seed that it was started with"

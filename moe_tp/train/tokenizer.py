@@ -35,7 +35,11 @@ class Backend(Protocol):
     """What reads a vocabulary: plain text and special tokens to ids, and back."""
 
     def encode(self, text: str) -> Encoding:
-        """Return the tokens of a text that may hold special tokens; none is added."""
+        """Return the tokens of a text that may hold special tokens; none is added.
+
+        Raises:
+            UnicodeEncodeError: a character is half of a surrogate pair.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of these ids, without special tokens."""
@@ -132,7 +136,11 @@ class _Tokenizers:
         self.reader.no_padding()
 
     def encode(self, text: str) -> Encoding:
-        found = self.reader.encode(text, add_special_tokens=False)
+        try:
+            found = self.reader.encode(text, add_special_tokens=False)
+        except TypeError:
+            text.encode("utf-8")  # names half a surrogate pair, which the library calls no string
+            raise
         return Encoding(ids=found.ids, spans=found.offsets)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -204,7 +212,11 @@ class _SentencePiece:
         if start == end:
             return
         part = text[start:end]
-        found = self.processor.encode(part)
+        try:
+            found = self.processor.encode(part)
+        except RuntimeError:
+            part.encode("utf-8")  # names half a surrogate pair, which the library cannot take
+            raise
         ids += found
         spans += [(start + a, start + b) for a, b in self._spans(part, found)]
 

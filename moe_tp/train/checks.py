@@ -1,0 +1,72 @@
+"""What a run looks at before its first step: its folder, its length, settings that do nothing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from moe_tp.errors import ConfigError
+from moe_tp.log import get_logger
+from moe_tp.train.config import FinetuneConfig, TrainConfig
+from moe_tp.train.rows import Rows
+
+_log = get_logger(__name__)
+
+
+def make_output(output: Path, final: str) -> None:
+    """Make the folder of a run.
+
+    Args:
+        output: the folder, which may be there.
+        final: name of the folder in it that a run leaves at its end.
+
+    Raises:
+        ConfigError: it cannot be made, or it is a file.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"output={output} cannot be made a folder: {error.strerror}; choose another"
+        ) from error
+    if (output / final).exists() and not any(output.glob("checkpoint-*")):
+        _log.warning("%s holds %s/ of an earlier run, which this one replaces", output, final)
+
+
+def steps_of(train: TrainConfig, rows: Rows | None) -> int:
+    """Return the steps of a whole run.
+
+    Args:
+        train: names them, or the passes over the data.
+        rows: the data; None where it is streamed, for which steps are named.
+    """
+    if train.steps is not None:
+        return train.steps
+    assert train.epochs is not None
+    assert rows is not None
+    return max(1, math.ceil(train.epochs * len(rows) / train.global_batch))
+
+
+def warn_of_settings(config: FinetuneConfig, steps: int) -> None:
+    """Warn of settings that do not do what they seem to.
+
+    Args:
+        config: the settings.
+        steps: of the whole run.
+    """
+    train = config.train
+    if train.warmup_steps >= steps:
+        _log.warning(
+            "train.warmup_steps=%d is not below the %d steps of the run, so that the learning "
+            "rate never reaches train.lr",
+            train.warmup_steps,
+            steps,
+        )
+    if train.eval_every and not config.data.eval:
+        _log.warning("train.eval_every=%d evaluates nothing without data.eval", train.eval_every)
+    if train.decay_steps is not None and train.schedule != "wsd":
+        _log.warning(
+            "train.decay_steps=%d is of schedule wsd and does nothing with %s",
+            train.decay_steps,
+            train.schedule,
+        )
