@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import to_local
 from moe_tp.testing import run_ranks
 from moe_tp.train.baseline import unigram_loss
+from moe_tp.train.checks import warn_of_room
 from moe_tp.train.config import FinetuneConfig
 from moe_tp.train.data import read_documents
 from moe_tp.train.documents import Document
@@ -266,6 +268,16 @@ def test_warnings_are_seen(folder: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert "--resume: no checkpoint in" in err
     assert "holds final/ of an earlier run, which this one replaces" in err
     assert not any(line in err for line in expected)
+
+
+def test_a_full_disk_is_told_before_the_run(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
+    """K5: while there is time to make room; by the size of what is written."""
+    usage = shutil.disk_usage(tmp_path)
+    for free, dtype, said in ((47, None, True), (48, None, False), (95, torch.float32, True)):
+        caplog.clear()
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, f=free: usage._replace(free=f))
+        warn_of_room(tmp_path, {"a": (2, 3, 3), "b": (6,)}, dtype)
+        assert ("the weights in final/ take" in caplog.text) == said
 
 
 def test_an_output_that_is_a_file(folder: Path) -> None:

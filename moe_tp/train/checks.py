@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from moe_tp.errors import ConfigError
 from moe_tp.log import get_logger
@@ -31,6 +35,29 @@ def make_output(output: Path, final: str) -> None:
         ) from error
     if (output / final).exists() and not any(output.glob("checkpoint-*")):
         _log.warning("%s holds %s/ of an earlier run, which this one replaces", output, final)
+
+
+def warn_of_room(
+    output: Path, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype | None
+) -> None:
+    """Warn where the folder of a run has no room for the model that it will end with.
+
+    Args:
+        output: the folder.
+        shapes: of the tensors to write, by name.
+        dtype: they are written in; None: not known here, counted as bf16.
+    """
+    size = (dtype or torch.bfloat16).itemsize
+    needed = size * sum(math.prod(shape) for shape in shapes.values())
+    free = shutil.disk_usage(output).free
+    if free < needed:
+        _log.warning(
+            "output=%s has %.1f GB free, and the weights in final/ take %.1f GB; free some before "
+            "the run ends",
+            output,
+            free / 1e9,
+            needed / 1e9,
+        )
 
 
 def steps_of(train: TrainConfig, rows: Rows | None) -> int:
