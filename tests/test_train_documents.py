@@ -157,6 +157,24 @@ def test_tools_reach_the_template() -> None:
     assert [made.text[a:b] for a, b in made.answers] == ["a ghost", "your father"]
 
 
+def test_records_of_conversations_that_are_none(folder: Path) -> None:
+    """F3: the file, the line and what is wrong with it, whatever the template's own error is."""
+    (folder / "chat_template.jinja").write_text(CHATML)
+    broken = {"instruction": "a", "output": "b", "history": [["x"]]}
+    with pytest.raises(DataError, match=r"a\.jsonl line 1: history must be a list of pairs"):
+        documents(folder, "a.jsonl", json.dumps(broken))
+    with pytest.raises(DataError, match=r"a\.jsonl line 1: 'tools' is text that is not JSON"):
+        documents(folder, "a.jsonl", json.dumps({"messages": TURNS, "tools": "{"}))
+    for source in (
+        "{{ 1 // 0 }}",
+        "{% for i in range(10 ** 9) %}x{% endfor %}",
+        "{{ messages[9].x }}",
+    ):
+        (folder / "chat_template.jinja").write_text(source)
+        with pytest.raises(DataError, match=r"a\.jsonl line 1: the chat template refuses"):
+            documents(folder, "a.jsonl", json.dumps({"messages": TURNS}))
+
+
 def test_templates_run_in_a_sandbox() -> None:
     """K7: a template from a folder cannot reach into the process."""
     source = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
@@ -229,6 +247,8 @@ def test_parts_of_a_message_are_joined(folder: Path) -> None:
             "line 1: character 1 of a text is half of a surrogate",
         ),
         ("a.json", '{"text": "a"}\n{"text"', "line 2 is not JSON"),
+        ("a.jsonl", "[" * 100_000, "line 1 is not JSON"),
+        ("a.jsonl", '{"prompt": ["a"], "completion": ["b"]}', "an object with a 'role'"),
         ("a.csv", 'text\n"a" b\n', "is not CSV"),
         ("a.csv", "text\na,b\n", "another number of columns"),
     ],

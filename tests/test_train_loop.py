@@ -22,7 +22,7 @@ from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import to_local
 from moe_tp.testing import run_ranks
 from moe_tp.train.baseline import unigram_loss
-from moe_tp.train.checks import warn_of_room
+from moe_tp.train.checks import warn_of_final
 from moe_tp.train.config import FinetuneConfig
 from moe_tp.train.data import read_documents
 from moe_tp.train.documents import Document
@@ -266,7 +266,7 @@ def test_warnings_are_seen(folder: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert main(["finetune", str(path), "--resume", *words]) == 0
     err = capfd.readouterr().err
     assert "--resume: no checkpoint in" in err
-    assert "holds final/ of an earlier run, which this one replaces" in err
+    assert "final is of an earlier run, and this one replaces it" in err
     assert not any(line in err for line in expected)
 
 
@@ -276,7 +276,7 @@ def test_a_full_disk_is_told_before_the_run(tmp_path: Path, caplog: Any, monkeyp
     for free, dtype, said in ((47, None, True), (48, None, False), (95, torch.float32, True)):
         caplog.clear()
         monkeypatch.setattr(shutil, "disk_usage", lambda _, f=free: usage._replace(free=f))
-        warn_of_room(tmp_path, {"a": (2, 3, 3), "b": (6,)}, dtype)
+        warn_of_final(tmp_path / "final", {"a": (2, 3, 3), "b": (6,)}, dtype)
         assert ("the weights in final/ take" in caplog.text) == said
 
 

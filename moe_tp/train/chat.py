@@ -119,8 +119,6 @@ class ChatTemplate:
     def _run(
         self, messages: Sequence[Message], tools: Any, *, prompt: bool
     ) -> tuple[str, list[Span]]:
-        from jinja2 import TemplateError
-
         try:
             marked = self.template.render(
                 messages=list(messages),
@@ -128,7 +126,7 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **self.special,
             )
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # what a template computes may raise anything
             raise DataError(f"the chat template refuses the conversation: {error}") from error
         return _unmark(marked)
 

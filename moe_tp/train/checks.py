@@ -17,12 +17,11 @@ from moe_tp.train.rows import Rows
 _log = get_logger(__name__)
 
 
-def make_output(output: Path, final: str) -> None:
+def make_output(output: Path) -> None:
     """Make the folder of a run.
 
     Args:
         output: the folder, which may be there.
-        final: name of the folder in it that a run leaves at its end.
 
     Raises:
         ConfigError: it cannot be made, or it is a file.
@@ -33,22 +32,23 @@ def make_output(output: Path, final: str) -> None:
         raise ConfigError(
             f"output={output} cannot be made a folder: {error.strerror}; choose another"
         ) from error
-    if (output / final).exists() and not any(output.glob("checkpoint-*")):
-        _log.warning("%s holds %s/ of an earlier run, which this one replaces", output, final)
 
 
-def warn_of_room(
-    output: Path, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype | None
+def warn_of_final(
+    final: Path, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype | None
 ) -> None:
-    """Warn where the folder of a run has no room for the model that it will end with.
+    """Warn where what a run ends with has no room, or takes the place of another run's.
 
     Args:
-        output: the folder.
+        final: the folder that it will be written to, in the output folder.
         shapes: of the tensors to write, by name.
         dtype: they are written in; None: not known here, counted as bf16.
     """
     size = (dtype or torch.bfloat16).itemsize
     needed = size * sum(math.prod(shape) for shape in shapes.values())
+    output = final.parent
+    if final.exists() and not any(output.glob("checkpoint-*")):
+        _log.warning("%s is of an earlier run, and this one replaces it", final)
     free = shutil.disk_usage(output).free
     if free < needed:
         _log.warning(

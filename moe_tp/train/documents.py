@@ -202,9 +202,11 @@ class DocumentMaker:
     def _prompt(self, fields: dict[str, Any], where: str) -> Document:
         prompt, completion = fields["prompt"], fields["completion"]
         if isinstance(prompt, list) and isinstance(completion, list):
-            turns = range(len(prompt), len(prompt) + len(completion))
-            answers = [i for i in turns if completion[i - len(prompt)].get("role") == "assistant"]
-            return self._conversation([*prompt, *completion], fields, where, answers)
+            turns = [*prompt, *completion]
+            _check_turns(turns, where)
+            late = range(len(prompt), len(turns))
+            answers = [i for i in late if turns[i]["role"] == "assistant"]
+            return self._conversation(turns, fields, where, answers)
         start = _string(fields, "prompt", where)
         return self._completed(start, _string(fields, "completion", where))
 
@@ -230,7 +232,10 @@ class DocumentMaker:
         messages: list[dict[str, Any]] = []
         if fields.get("system"):
             messages.append({"role": "system", "content": fields["system"]})
-        for user, assistant in fields.get("history") or []:
+        for turn in fields.get("history") or []:
+            if not isinstance(turn, list) or len(turn) != 2:
+                raise DataError(f"{where}: history must be a list of pairs, question and answer")
+            user, assistant = turn
             messages.append({"role": "user", "content": user})
             messages.append({"role": "assistant", "content": assistant})
         messages.append({"role": "user", "content": asked})
@@ -258,13 +263,12 @@ class DocumentMaker:
         where: str,
         answers: Sequence[int] | None = None,
     ) -> Document:
-        if not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
-            raise DataError(f"{where}: each message must be an object with a 'role'")
+        _check_turns(messages, where)
         template = self._chat(where)
         messages = [_as_text(message, where) for message in messages]
         tools = fields.get("tools")
         if isinstance(tools, str):
-            tools = json.loads(tools) if tools.strip() else None
+            tools = _decoded(tools, "tools", where) if tools.strip() else None
         try:
             found = template.render(messages, answers=answers, tools=tools)
         except DataError as error:
@@ -313,13 +317,22 @@ def _string(fields: Mapping[str, Any], key: str, where: str) -> str:
     return value
 
 
+def _check_turns(messages: Sequence[Any], where: str) -> None:
+    if not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
+        raise DataError(f"{where}: each message must be an object with a 'role'")
+
+
+def _decoded(text: str, key: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: {key!r} is text that is not JSON: {error}") from error
+
+
 def _list(fields: Mapping[str, Any], key: str, where: str) -> list[Any]:
     value = fields[key]
     if isinstance(value, str):  # a column of a CSV file
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise DataError(f"{where}: {key!r} is text that is not JSON: {error}") from error
+        value = _decoded(value, key, where)
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: {key!r} must be a list with at least one turn")
     return value

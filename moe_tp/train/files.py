@@ -183,7 +183,7 @@ def _arrow(path: Path) -> Iterator[Record]:
 def _decode(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON: {error}") from error
 
 

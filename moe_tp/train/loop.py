@@ -16,7 +16,7 @@ from moe_tp.models.load import from_pretrained, save_pretrained
 from moe_tp.parallel.gradients import clip_grad_norm, settle_gradients
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.train.baseline import unigram_loss
-from moe_tp.train.checks import make_output, steps_of, warn_of_room, warn_of_settings
+from moe_tp.train.checks import make_output, steps_of, warn_of_final, warn_of_settings
 from moe_tp.train.config import FinetuneConfig
 from moe_tp.train.data import DataStream, data_together, load_rows, warn_of_length
 from moe_tp.train.evaluate import evaluate
@@ -134,7 +134,7 @@ class Run:
         self.steps = steps_of(config.train, self.rows)
         warn_of_settings(config, self.steps)
         if self.first:
-            warn_of_room(self.output, self.model.name_rules.hub_shapes(), t.save_dtype)
+            warn_of_final(self.output / FINAL, self.model.name_rules.hub_shapes(), t.save_dtype)
         self.optimizer = make_optimizer(self.model, config.train, seed=config.seed)
         self.placement = Placement(self.model, config.train.rebalance_every)
         self.saver = Saver(mesh, background=config.train.async_save)
@@ -352,7 +352,7 @@ class Run:
 
     def _open_output(self) -> None:
         if self.first:
-            make_output(self.output, FINAL)
+            make_output(self.output)
 
     def write_settings(self) -> None:
         """Write the resolved settings, which a resume that is refused must leave as they were."""
