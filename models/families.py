@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from moe_tp.checkpoint.rules import NameRules
+from moe_tp.checkpoint.states import KIND
 from moe_tp.errors import ConfigError
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.hub import Family
@@ -75,6 +76,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
         raise ConfigError(
             f"config.json has model_type={model_type!r}, so its family is unknown; it must be one "
             f"of {', '.join(_MODULES)}"
+        )
+    if model_type == KIND:
+        raise ConfigError(
+            "the folder is a training checkpoint and no model folder; write one of it first: "
+            "moe-tp export CHECKPOINT OUT"
         )
     return family(model_type)
 

@@ -367,12 +367,20 @@ def test_a_checkpoint_becomes_a_hub_folder(root: Path, whole_runs: dict[str, Pat
         assert (out / name).read_bytes() == (whole / "final" / name).read_bytes(), name
 
 
-def test_the_command_goes_on(root: Path, whole_runs: dict[str, Path]) -> None:
+def test_the_command_goes_on(
+    root: Path, whole_runs: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Without a checkpoint --resume starts at 0, as a restarted job must; then it goes on."""
     path = root / "run.yaml"
     path.write_text(yaml.safe_dump(settings(root, "command", save_every=1, keep=1)))
     assert main(["finetune", str(path), "--resume"]) == 0
     assert [p.name for p in list_states(root / "command")] == ["checkpoint-6"]
     assert curve(root / "command") == curve(whole_runs["mixtral"])
+    capfd.readouterr()
+    assert (
+        main(["finetune", str(path), f"model={root}/command/checkpoint-6", f"output={tmp_path}/o"])
+        == 2
+    )
+    assert "is a training checkpoint and no model folder" in capfd.readouterr().err
     assert main(["finetune", str(path), "--resume", "train.steps=7"]) == 0
     assert [line[0] for line in curve(root / "command")] == [1, 2, 3, 4, 5, 6, 7]

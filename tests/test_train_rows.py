@@ -113,6 +113,16 @@ def test_saved_rows_are_mapped_and_equal(tmp_path: Path) -> None:
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("size", [0, 2, 100, -4])
+def test_damaged_rows_are_named(tmp_path: Path, size: int) -> None:
+    """K2: a file that a full disk or a crash has cut."""
+    make_rows(documents([5, 30, 2, 7]), 8).save(tmp_path / "rows")
+    file = tmp_path / "rows" / "tokens.npy"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(DataError, match=r"rows that cannot be read: .*; delete the folder"):
+        Rows.load(tmp_path / "rows")
+
+
 def test_rows_are_known_by_what_they_hold(tmp_path: Path) -> None:
     """K4: other tokens in as many rows have another digest, the same ones the same."""
     digests = []

@@ -238,15 +238,14 @@ def _check_settings(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]
     """Refuse what must not change, and say what else has."""
     before, after = dict(_flat(saved)), dict(_flat(now))
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    for name in changed:
-        was, new = before.get(name), after.get(name)
-        if name in _FIXED:
-            raise ConfigError(
-                f"{path}: was saved with {name}={was!r}, and this run has {new!r}; resume with "
-                f"the old value, or start a new run from an export of the checkpoint"
-            )
-        if not name.startswith(_FREE):
-            _log.warning("resuming with %s=%r, which was %r", name, new, was)
+    for name in (name for name in changed if name in _FIXED):
+        raise ConfigError(
+            f"{path}: was saved with {name}={before.get(name)!r}, and this run has "
+            f"{after.get(name)!r}; resume with the old value, or start a new run from an export of "
+            f"the checkpoint"
+        )
+    for name in (name for name in changed if not name.startswith(_FREE)):
+        _log.warning("resuming with %s=%r, which was %r", name, after.get(name), before.get(name))
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -139,9 +139,19 @@ class Rows:
 
     @classmethod
     def load(cls, folder: Path) -> Rows:
-        """Return the rows that lie in a folder, mapped into memory rather than read."""
-        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _FILES}
-        counts = json.loads((folder / "counts.json").read_text())
+        """Return the rows that lie in a folder, mapped into memory rather than read.
+
+        Raises:
+            DataError: a file is cut or damaged.
+        """
+        try:
+            arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _FILES}
+            counts = json.loads((folder / "counts.json").read_text())
+        except (EOFError, OSError, ValueError) as error:
+            raise DataError(
+                f"{folder} holds rows that cannot be read: {str(error).splitlines()[0]}; delete "
+                f"the folder, and they are made anew"
+            ) from error
         digest = counts.pop("digest", "")
         return cls(counts=Counts(**counts), digest=digest, **arrays)
 
