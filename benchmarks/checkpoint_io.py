@@ -72,6 +72,7 @@ class Watch:
     def __enter__(self) -> Watch:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what was freed before is not found again as room
+        _barrier()  # collecting garbage takes ranks unequally long, and a load waits for the last
         self.base, self.peak, self.open = anonymous(), 0, True
         self.disk = from_disk()
         self.thread = threading.Thread(target=self._sample, daemon=True)

@@ -26,7 +26,8 @@ from moe_tp.routing.config import RouterConfig
 
 def _attention(fields: HubFields) -> AttentionConfig:
     mla = MLAConfig(
-        q_rank=fields.optional_integer("q_lora_rank"),
+        # null is a full query projection; an absent key is transformers' default
+        q_rank=fields.optional_integer("q_lora_rank") if "q_lora_rank" in fields.config else 1536,
         kv_rank=fields.integer("kv_lora_rank"),
         nope_dim=fields.integer("qk_nope_head_dim"),
         rope_dim=fields.integer("qk_rope_head_dim"),
@@ -59,6 +60,7 @@ def _softmax_moe(fields: HubFields) -> MoEConfig:
     expert_dim = fields.integer("moe_intermediate_size")
     return MoEConfig(
         router=RouterConfig(
+            allow_constant=True,
             num_experts=fields.experts(("n_routed_experts", "num_experts"), 64),
             top_k=fields.integer("num_experts_per_tok"),
             normalize=False,
@@ -79,7 +81,7 @@ def _from_hub(config: Mapping[str, Any], *, version: int) -> ModelConfig:
     if version == 2:
         moe, interleaved = _softmax_moe(fields), True
     else:
-        moe = read_sigmoid_moe(fields, scale=2.5, groups=8, top_groups=4)
+        moe = read_sigmoid_moe(fields, experts=256, scale=2.5, groups=8, top_groups=4)
         interleaved = fields.flag("rope_interleave", True)
     return ModelConfig(
         **common_fields(fields),

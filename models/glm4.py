@@ -19,18 +19,19 @@ from moe_tp.models.sigmoid_router import (
 
 def _from_hub(config: Mapping[str, Any]) -> ModelConfig:
     fields = HubFields(config)
+    heads = fields.integer("num_attention_heads")
     return ModelConfig(
         **common_fields(fields),
         attention=AttentionConfig(
-            num_heads=fields.integer("num_attention_heads"),
-            num_kv_heads=fields.integer("num_key_value_heads", 8),
+            num_heads=heads,
+            num_kv_heads=fields.kv_heads(heads, 8),
             head_dim=fields.head_dim(),
             qkv_bias=fields.flag("attention_bias", False),
             qk_norm="head" if fields.flag("use_qk_norm", False) else "none",
             dropout=fields.number("attention_dropout", 0.0),
         ),
         rope=read_rope(fields, partial=0.5),
-        moe=read_sigmoid_moe(fields, scale=1.0, groups=1, top_groups=1),
+        moe=read_sigmoid_moe(fields, experts=128, scale=1.0, groups=1, top_groups=1),
         dense_dim=fields.integer("intermediate_size", 10944),
         dense_layers=read_first_dense(fields, 1),
         norm_eps=fields.number("rms_norm_eps", 1e-5),

@@ -42,11 +42,12 @@ _YARN = {
 def _from_hub(config: Mapping[str, Any]) -> ModelConfig:
     fields = HubFields(config)
     layers, bias = fields.integer("num_hidden_layers"), fields.flag("attention_bias", True)
+    heads = fields.integer("num_attention_heads", 64)
     return ModelConfig(
         **common_fields(fields),
         attention=AttentionConfig(
-            num_heads=fields.integer("num_attention_heads", 64),
-            num_kv_heads=fields.integer("num_key_value_heads", 8),
+            num_heads=heads,
+            num_kv_heads=fields.kv_heads(heads, 8),
             head_dim=fields.integer("head_dim", 64),
             qkv_bias=bias,
             out_bias=bias,
@@ -56,6 +57,7 @@ def _from_hub(config: Mapping[str, Any]) -> ModelConfig:
         rope=read_rope(fields, theta=150000.0, scaling=_YARN),
         moe=MoEConfig(
             router=RouterConfig(
+                allow_constant=True,
                 num_experts=fields.experts(("num_local_experts", "num_experts"), 128),
                 top_k=fields.integer("num_experts_per_tok", fields.raw("experts_per_token", 4)),
                 score="softmax_topk",

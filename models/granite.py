@@ -41,6 +41,7 @@ def _from_hub(config: Mapping[str, Any]) -> ModelConfig:
         rope=read_rope(fields),
         moe=MoEConfig(
             router=RouterConfig(
+                allow_constant=True,
                 num_experts=fields.experts(("num_local_experts", "num_experts"), 8),
                 top_k=fields.integer("num_experts_per_tok", 2),
                 score="softmax_topk",

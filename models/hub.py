@@ -108,6 +108,16 @@ class HubFields:
             raise ConfigError(f"config.json: {name}={value!r} must be a list of whole numbers")
         return tuple(value)
 
+    def kv_heads(self, heads: int, default: int) -> int:
+        """Return the key and value heads: null is one a query head, as it was in older configs.
+
+        Args:
+            heads: query heads.
+            default: where the field is absent and the default divides `heads`.
+        """
+        absent = "num_key_value_heads" not in self.config and heads % default == 0
+        return self.integer("num_key_value_heads", default if absent else heads)
+
     def experts(self, names: Sequence[str], default: Any = _REQUIRED) -> int:
         """Return the number of experts, which other families and versions spell otherwise.
 

@@ -44,12 +44,15 @@ def build(
         dtype: of the parameters, or its name; norms and routers are never below fp32.
 
     Raises:
-        ConfigError: the dtype is none of weights, or the layout does not fit the model.
+        ConfigError: the dtype is none of weights, the layout does not fit the model, or its router
+            would never learn (R5).
         RankMismatchError: ranks brought different configurations.
 
     Collectives: an exchange of the configuration through the store.
     """
     kind = weight_dtype(dtype)
+    if config.moe.router.constant is not None and not config.moe.router.frozen:
+        raise ConfigError(f"{config.moe.router.constant}; choose two experts a token or more")
     mesh.agree("the model's configuration", repr((config, seed, kind)))
     model = allocate(config, mesh, kind)
     model.seed = seed

@@ -28,13 +28,14 @@ def _from_hub(config: Mapping[str, Any]) -> ModelConfig:
         **common_fields(fields),
         attention=AttentionConfig(
             num_heads=heads,
-            num_kv_heads=fields.integer("num_key_value_heads", heads),
+            num_kv_heads=fields.kv_heads(heads, 8),
             head_dim=fields.head_dim(),
             dropout=fields.number("attention_dropout", 0.0),
         ),
         rope=read_rope(fields, theta=1e6),
         moe=MoEConfig(
             router=RouterConfig(
+                allow_constant=True,
                 num_experts=fields.experts(("num_local_experts", "num_experts"), 8),
                 top_k=fields.integer("num_experts_per_tok", 2),
                 balance_coef=fields.number("router_aux_loss_coef", 0.001),

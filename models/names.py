@@ -18,7 +18,7 @@ from moe_tp.checkpoint.rules import (
     expert_gate_up_bias,
     whole,
 )
-from moe_tp.checkpoint.sized import Sized
+from moe_tp.checkpoint.sized import LAYERS, Sized
 from moe_tp.models.config import ModelConfig
 
 
@@ -109,6 +109,9 @@ def name_rules(config: ModelConfig, names: HubNames) -> NameRules:
     for layer in range(config.num_layers):
         pieces.update(_layer_pieces(config, names, layer))
     extra = range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    layers = "num_hidden_layers"
+    if config.moe.router.correction_bias:  # families with layers of multi-token prediction
+        layers += ", num_nextn_predict_layers"
     return NameRules(
         pieces=pieces,
         passthrough=tuple(rf"model\.layers\.{i}\..*" for i in extra),
@@ -117,7 +120,7 @@ def name_rules(config: ModelConfig, names: HubNames) -> NameRules:
         hints={
             r"lm_head\.weight": "tie_word_embeddings",
             r".*\.experts\..*": _experts(config).fields[0],
-            r"model\.layers\..*": "num_hidden_layers",
+            LAYERS: layers,
         },
     )
 

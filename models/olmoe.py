@@ -30,6 +30,7 @@ def _from_hub(config: Mapping[str, Any]) -> ModelConfig:
         rope=read_rope(fields),
         moe=MoEConfig(
             router=RouterConfig(
+                allow_constant=True,
                 num_experts=fields.experts(("num_experts", "num_local_experts"), 64),
                 top_k=fields.integer("num_experts_per_tok", 8),
                 normalize=fields.flag("norm_topk_prob", False),

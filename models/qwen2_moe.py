@@ -37,7 +37,7 @@ def _from_hub(config: Mapping[str, Any]) -> ModelConfig:
         **common_fields(fields),
         attention=AttentionConfig(
             num_heads=heads,
-            num_kv_heads=fields.integer("num_key_value_heads", heads),
+            num_kv_heads=fields.kv_heads(heads, 16),
             head_dim=fields.head_dim(),
             qkv_bias=fields.flag("qkv_bias", True),
             dropout=fields.number("attention_dropout", 0.0),
@@ -45,6 +45,7 @@ def _from_hub(config: Mapping[str, Any]) -> ModelConfig:
         rope=read_rope(fields),
         moe=MoEConfig(
             router=RouterConfig(
+                allow_constant=True,
                 num_experts=fields.experts(("num_experts", "num_local_experts"), 60),
                 top_k=fields.integer("num_experts_per_tok", 4),
                 normalize=fields.flag("norm_topk_prob", False),

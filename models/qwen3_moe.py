@@ -26,11 +26,12 @@ def _from_hub(config: Mapping[str, Any]) -> ModelConfig:
     bias = fields.flag("attention_bias", False)
     slides = fields.flag("use_sliding_window", False)
     window = fields.integer("sliding_window", 4096) if slides else 0
+    heads = fields.integer("num_attention_heads")
     return ModelConfig(
         **common_fields(fields),
         attention=AttentionConfig(
-            num_heads=fields.integer("num_attention_heads"),
-            num_kv_heads=fields.integer("num_key_value_heads", 4),
+            num_heads=heads,
+            num_kv_heads=fields.kv_heads(heads, 4),
             head_dim=fields.head_dim(),
             qkv_bias=bias,
             out_bias=bias,
@@ -40,6 +41,7 @@ def _from_hub(config: Mapping[str, Any]) -> ModelConfig:
         rope=read_rope(fields),
         moe=MoEConfig(
             router=RouterConfig(
+                allow_constant=True,
                 num_experts=fields.experts(("num_experts", "num_local_experts"), 128),
                 top_k=fields.integer("num_experts_per_tok", 8),
                 normalize=fields.flag("norm_topk_prob", False),

@@ -13,19 +13,22 @@ from moe_tp.routing.config import RouterConfig
 SHARED_NAMES = replace(QWEN_EXPERTS, shared="mlp.shared_experts")
 
 
-def read_sigmoid_moe(fields: HubFields, *, scale: float, groups: int, top_groups: int) -> MoEConfig:
+def read_sigmoid_moe(
+    fields: HubFields, *, experts: int, scale: float, groups: int, top_groups: int
+) -> MoEConfig:
     """Return experts behind a sigmoid router with a correction bias (arXiv:2412.19437, 2.1.2).
 
     Args:
         fields: the config.
-        scale, groups, top_groups: the family's defaults.
+        experts, scale, groups, top_groups: the family's defaults.
     """
     fields.must_be("scoring_func", ("sigmoid",), "sigmoid")
     fields.must_be("topk_method", ("noaux_tc",), "noaux_tc")
     expert_dim = fields.integer("moe_intermediate_size")
     return MoEConfig(
         router=RouterConfig(
-            num_experts=fields.experts(("n_routed_experts", "num_local_experts"), 256),
+            allow_constant=True,
+            num_experts=fields.experts(("n_routed_experts", "num_local_experts"), experts),
             top_k=fields.integer("num_experts_per_tok", 8),
             score="sigmoid",
             normalize=fields.flag("norm_topk_prob", True),

@@ -86,6 +86,8 @@ class RouterConfig:
         seed: of the kinds `hash` and `random`.
         frozen: the router's parameters and its correction bias do not change.
         lr_scale: factor on the router's learning rate.
+        allow_constant: a top-1 weight that is always 1 is no error here, since a published model
+            may be evaluated so; the layer then refuses to train its router.
     """
 
     num_experts: int
@@ -125,6 +127,7 @@ class RouterConfig:
     seed: int = 0
     frozen: bool = False
     lr_scale: float = 1.0
+    allow_constant: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -165,6 +168,24 @@ class RouterConfig:
         return self.layout_dependence is not None
 
     @property
+    def constant(self) -> str | None:
+        """Return why a router of this kind would never learn, or None if it can.
+
+        R5: a weight that is 1 whatever the logits are gives the router no gradient.
+        """
+        if self.top_k > 1 or self.num_experts == 1 or self.function is not None:
+            return None
+        if self.kind == "expert_choice" and not self.normalize:
+            return None
+        by = "score='softmax_topk'" if self.score == "softmax_topk" else "normalize=True"
+        if self.score != "softmax_topk" and not self.normalize:
+            return None
+        return (
+            f"top_k=1 with {by} gives every token the constant weight 1, so the router would never "
+            "learn"
+        )
+
+    @property
     def noisy(self) -> bool:
         """Return whether training draws random numbers for the choice."""
         return self.noise_std > 0 or self.expert_dropout > 0 or self.kind == "random"
@@ -203,7 +224,7 @@ def _check_switches(config: RouterConfig) -> None:
     """Refuse what only looks like true or false: the string 'false' is true."""
     for name in (
         *("normalize", "linear_bias", "correction_bias", "balance_exact"),
-        *("pad_to_capacity", "frozen", "function_looks_across"),
+        *("pad_to_capacity", "frozen", "function_looks_across", "allow_constant"),
     ):
         value = getattr(config, name)
         if not isinstance(value, bool):
@@ -278,21 +299,12 @@ def _check_numbers(config: RouterConfig) -> None:
 
 
 def _check_gradient(config: RouterConfig) -> None:
-    """R5: a weight that is 1 whatever the logits are gives the router no gradient."""
-    if config.top_k > 1 or config.num_experts == 1 or config.frozen or config.function is not None:
+    if config.constant is None or config.frozen or config.allow_constant:
         return
-    if config.kind == "expert_choice" and not config.normalize:
-        return
-    if config.score == "softmax_topk":
-        raise ConfigError(
-            "top_k=1 with score='softmax_topk' gives every token the constant weight 1, so the "
-            "router would never learn; choose score='softmax' with normalize=False, or frozen=True"
-        )
-    if config.normalize:
-        raise ConfigError(
-            "top_k=1 with normalize=True gives every token the constant weight 1, so the router "
-            "would never learn; choose normalize=False, or frozen=True"
-        )
+    fix = "score='softmax' with normalize=False"
+    if config.score != "softmax_topk":
+        fix = "normalize=False"
+    raise ConfigError(f"{config.constant}; choose {fix}, or frozen=True")
 
 
 def _check_bias(config: RouterConfig) -> None:

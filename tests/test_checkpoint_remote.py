@@ -19,7 +19,7 @@ from unittest import mock
 import fsspec
 import pytest
 import torch
-from checkpoint_toy import Toy, hub_tensors, make_mesh, toy_rules, write_folder
+from checkpoint_toy import Toy, hub_tensors, make_mesh, save, toy_rules, write_folder
 
 from moe_tp.checkpoint import HubFolder, export_folder, load_into
 from moe_tp.checkpoint.remote import FsspecStorage
@@ -118,8 +118,10 @@ class Hub(BaseHTTPRequestHandler):
         return self.send(200, data, headers, body)
 
     def info(self) -> dict[str, Any]:
-        files = sorted(self.folder.iterdir())
-        siblings = [{"rfilename": f.name, "size": f.stat().st_size} for f in files]
+        files = sorted(f for f in self.folder.rglob("*") if f.is_file())
+        siblings = [
+            {"rfilename": str(f.relative_to(self.folder)), "size": f.stat().st_size} for f in files
+        ]
         return {"_id": "1", "id": "owner/name", "modelId": "owner/name", "sha": COMMIT} | {
             "siblings": siblings,
             "private": False,
@@ -230,6 +232,30 @@ def test_hub_downloads_once_for_all_ranks_and_only_what_they_need(
         assert len(cached) == 1
         assert re.fullmatch(r"model-0000\d-of-00003\.safetensors", cached[0])
     assert len([x for x in log if x.startswith("GET") and x.endswith(".safetensors")]) == 1
+
+
+def carried_from_hub(endpoint: str, cache: str, target: str) -> None:
+    with joined(endpoint, cache):
+        folder = HubFolder("owner/name")
+        model = Toy(Mesh.single())
+        load_into(model, folder, toy_rules(6))
+        save(model, target, carry_from=folder)
+
+
+def test_hub_folders_of_other_formats_stay(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    """K1: a repository's sub-folders are no part of the model (GPT-OSS has `original/` and
+    `metal/`, DeepSeek-V3 has `figures/`), but for the chat templates."""
+    templates = "additional_chat_templates/tool.jinja"
+    for name in ("original/deep/params.json", "figures/a.png", "tokenizer.json", templates):
+        (tmp_path / "m" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "m" / name).write_bytes(name.encode())
+    target = tmp_path / "out"
+    for _ in range(2):  # a folder with sub-folders would not be replaced
+        run_ranks(carried_from_hub, 1, hub[0], str(tmp_path / "cache"), str(target))
+    assert (target / "tokenizer.json").read_bytes() == b"tokenizer.json"
+    assert (target / templates).read_bytes() == templates.encode()
+    assert not {"original", "figures"} & {entry.name for entry in target.iterdir()}
+    assert not any("/original/" in line or "/figures/" in line for line in hub[1])
 
 
 def test_hub_settings_come_from_the_environment(hub: tuple[str, list[str]], tmp_path: Path) -> None:

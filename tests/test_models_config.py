@@ -169,6 +169,32 @@ def test_fused_form_is_read_where_the_folder_has_it() -> None:
     assert name not in per_expert
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_an_absent_field_is_what_transformers_takes(case: str) -> None:
+    """K2: each field of the config taken away by itself: the family's default is the same one, or
+    the field is asked for; none is another in silence."""
+    raw = hub_config(case)
+    whole = AutoConfig.for_model(**raw).to_dict()
+    fixed = {"model_type", "dtype", "architectures", "num_hidden_layers", "num_attention_heads"}
+    for field in sorted({*whole} - fixed):
+        given = {name: value for name, value in whole.items() if name != field}
+        if field == "num_key_value_heads" and "kv_lora_rank" not in whole:
+            given["num_attention_heads"] = 16  # which their defaults divide
+        full = AutoConfig.for_model(**given).to_dict() | {"dtype": whole["dtype"]}
+        if "kv_lora_rank" in whole:  # there transformers does not look at them
+            full["num_key_value_heads"] = full["num_attention_heads"]
+        found, expected = outcome(given), outcome(full)
+        if found != expected:
+            assert f"has no {field!r}, which this family needs" in str(found), field
+
+
+def outcome(raw: dict[str, Any]) -> ModelConfig | str:
+    try:
+        return ModelConfig.from_hub(raw)
+    except ConfigError as refusal:
+        return str(refusal)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -30,6 +30,7 @@ MX_SIZE = 32  # values under one scale
 FP8_MAX = 448.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_SIGNED = (*E2M1, *(-v for v in E2M1))
+_QUANT = ("quantization_config", "compression_config")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
@@ -71,14 +72,16 @@ def logical_tensors(
         tensors: everything on disk by name.
         config: the folder's config.json.
     """
-    quant = config.get("quantization_config") or {}
+    entry = next((n for n in _QUANT if config.get(n)), _QUANT[0])
+    quant = config.get(entry) or {}
     method = quant.get("quant_method") if isinstance(quant, dict) else repr(quant)
     problems: list[str] = []
     logical: dict[str, Logical] = {}
     if method not in (None, "fp8", "mxfp4"):
         problems.append(
-            f"config.json: quantization_config.quant_method={method!r}: expected fp8, mxfp4 or no "
-            f"quantization; convert the folder to one of these first"
+            f"config.json: {entry}.quant_method={method!r}: expected fp8, mxfp4 or no "
+            f"quantization; convert the folder to one of these first, or delete {entry} if its "
+            f"weights are plain"
         )
     block = _fp8_block(quant, problems) if method == "fp8" else None
     taken: set[str] = set()

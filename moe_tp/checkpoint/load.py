@@ -20,7 +20,7 @@ from moe_tp.checkpoint.header import CODES
 from moe_tp.checkpoint.progress import Bar, Progress
 from moe_tp.checkpoint.reader import HubFolder, listed
 from moe_tp.checkpoint.rules import NameRules, Piece
-from moe_tp.checkpoint.sized import name_hint, shape_hint
+from moe_tp.checkpoint.sized import layer_of, name_hint, shape_hint
 from moe_tp.checkpoint.slices import span
 from moe_tp.errors import CheckpointError
 from moe_tp.log import get_logger
@@ -153,8 +153,7 @@ def load_into(
     extra = tuple(n for n in folder.logical if rules.matches("passthrough", n))
     if extra:
         _log.info(
-            "%s: %d tensors that the model does not use, such as %r, are passed over; a save "
-            "carries them on",
+            "%s: %d tensors that the model does not use, such as %r, are left; a save keeps them",
             folder.where,
             len(extra),
             extra[0],
@@ -205,14 +204,14 @@ def differences(folder: HubFolder, rules: NameRules, allowed: Sequence[str] = ()
     problems = []
     if missing:
         problems.append(
-            f"expected {len(missing)} tensors that are missing: {_names(missing, rules)}"
+            f"expected {len(missing)} tensors that are missing: {_names(missing, rules, folder)}"
             f"{_renamed(missing, extra)}"
         )
     if extra:
         files = sorted({folder.logical[name].data.file for name in extra})
         problems.append(
             f"found {len(extra)} tensors in {', '.join(files[:3])} that the model has no place "
-            f"for: {_names(extra, rules)}"
+            f"for: {_names(extra, rules, folder)}"
         )
     for name, shape in shapes.items():
         found = folder.logical.get(name)
@@ -231,10 +230,11 @@ def differences(folder: HubFolder, rules: NameRules, allowed: Sequence[str] = ()
     return problems
 
 
-def _names(names: Sequence[str], rules: NameRules) -> str:
+def _names(names: Sequence[str], rules: NameRules, folder: HubFolder) -> str:
     shown = ", ".join(repr(name) for name in names[:_SHOWN])
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{shown}{more}{name_hint(names, rules.hints)}"
+    there = {layer_of(name) or "" for name in rules.hub_shapes() if name in folder.logical}
+    return f"{shown}{more}{name_hint(names, rules.hints, there)}"
 
 
 def _renamed(missing: Sequence[str], extra: Sequence[str]) -> str:

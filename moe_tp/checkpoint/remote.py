@@ -19,7 +19,7 @@ import torch
 
 from moe_tp.checkpoint.agree import gather_json, together
 from moe_tp.checkpoint.scan import CONFIG, PICKLES
-from moe_tp.checkpoint.storage import GAP, LocalStorage, Storage
+from moe_tp.checkpoint.storage import GAP, TEMPLATES, LocalStorage, Storage
 from moe_tp.errors import CheckpointError
 from moe_tp.log import get_logger
 from moe_tp.parallel.collectives import Group
@@ -254,7 +254,12 @@ class HubStorage:
                 self.repo, revision=revision, files_metadata=True
             ),
         )
-        sizes = {s.rfilename: int(s.size or 0) for s in info.siblings or []}
+        # Of sub-folders (other formats, pictures) only the chat templates belong to the model.
+        sizes = {
+            s.rfilename: int(s.size or 0)
+            for s in info.siblings or []
+            if s.rfilename.rpartition("/")[0] in ("", TEMPLATES)
+        }
         if info.sha is None:
             raise CheckpointError(f"{self.where}: expected a commit from the hub, found none")
         return info.sha, dict(sorted(sizes.items()))

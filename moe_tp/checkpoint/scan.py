@@ -30,6 +30,12 @@ CONFIG = "config.json"
 UNFINISHED = "moe_tp.unfinished.json"  # lies in a folder while it is being written
 HIDDEN = ".unfinished-"  # in the name of that folder
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_WEIGHTS = (".safetensors", ".index.json", ".gguf", ".h5", ".msgpack", ".onnx")
+# What speaks of the weights as they were: a run's state, adapters on them, their quantisation.
+_STALE = re.compile(
+    r"\..*|trainer_state\.json|training_args\.json|latest|zero_to_fp32\.py"
+    r"|events\.out\.tfevents\..*|adapter_config\.json|(quantize|quant|hf_quant)_config\.json"
+)
 _MAX_JSON = 512 << 20
 
 _log = get_logger(__name__)
@@ -65,6 +71,12 @@ class Scan:
             self.problems.append(str(error))
 
 
+def is_carried(file: str) -> bool:
+    """Return whether a file comes along from a source folder: no weights, and true of any."""
+    left = file in (CONFIG, UNFINISHED) or _STALE.fullmatch(file) is not None
+    return not left and not file.endswith((*_WEIGHTS, *PICKLES))
+
+
 def scan_folder(storage: Storage, *, need_config: bool = True) -> Scan:
     """Return what a folder holds, with all its problems; raises for none of them.
 
@@ -84,6 +96,12 @@ def scan_folder(storage: Storage, *, need_config: bool = True) -> Scan:
         scan.attempt(lambda: scan.config.update(_json(storage, CONFIG, sizes, scan)))
     elif need_config:
         scan.problems.append(f"{CONFIG}: expected in the folder, found none")
+    scan.doubts += [
+        f"{file}: expected a file, found a link that leads nowhere, so no save could carry it on; "
+        f"restore the file, or delete the link"
+        for file, size in sizes.items()
+        if size < 0 and is_carried(file)
+    ]
     weight_map: dict[str, str] | None = None
     try:
         weight_map = _weight_map(storage, sizes, scan)
@@ -247,7 +265,7 @@ def _check_total(scan: Scan) -> None:
 
 
 def _check_mixture(scan: Scan) -> None:
-    """Nobody mixes the two half types: a header that says so has been damaged."""
+    """Hardly anybody mixes the two half types: it may be a header that has been damaged."""
     halves: dict[torch.dtype, list[TensorInfo]] = {torch.float16: [], torch.bfloat16: []}
     for info in scan.tensors.values():
         if info.dtype in halves:
@@ -256,5 +274,6 @@ def _check_mixture(scan: Scan) -> None:
     if few:
         scan.problems.append(
             f"{few[0].file}: tensor {few[0].name!r}: expected {many[0].dtype} as in {len(many)} "
-            f"other tensors, found {few[0].dtype}; a header is damaged, get the file again"
+            f"other tensors, found {few[0].dtype}; a header is damaged (get the file again), "
+            f"or cast all to one of them"
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+LAYERS = r"model\.layers\..*"  # the pattern of hub names in layers
 
 
 class Sized(int):
@@ -49,15 +51,30 @@ def shape_hint(wanted: Sequence[int], found: Sequence[int]) -> str:
     return bracketed(_joined(*(w for w, f in zip(wanted, found, strict=True) if w != f)))
 
 
-def name_hint(names: Iterable[str], hints: Mapping[str, str]) -> str:
+def name_hint(names: Iterable[str], hints: Mapping[str, str], there: Collection[str]) -> str:
     """Return in brackets which fields decide whether tensors are there.
 
     Args:
         names: hub names.
-        hints: pattern of hub names -> field; the first that matches a name speaks of it.
+        hints: pattern of hub names -> field; the first that matches a name speaks of it. That of
+            `LAYERS` speaks of whole layers.
+        there: layers of which other tensors are there as they should be: one more or less in them
+            says nothing about the number of layers.
     """
-    first = {next((p for p in hints if re.fullmatch(p, name)), "") for name in names}
+    first = set()
+    for name in names:
+        layer = layer_of(name)
+        if layer is not None and layer not in there:
+            first.add(LAYERS)
+        else:
+            first.add(next((p for p in hints if p != LAYERS and re.fullmatch(p, name)), ""))
     return bracketed([text for pattern, text in hints.items() if pattern in first])
+
+
+def layer_of(name: str) -> str | None:
+    """Return the layer that a hub tensor belongs to, such as `model.layers.3`; None if to none."""
+    found = re.match(r".*?\.layers\.\d+(?=\.)", name)
+    return None if found is None else found[0]
 
 
 def bracketed(fields: Sequence[str]) -> str:

@@ -125,7 +125,7 @@ class LocalStorage:
         done = 0
         try:
             while left:
-                views = [view[:_MAX_READ] for view in left[:_MAX_VIEWS]]
+                views = [v if len(v) <= _MAX_READ else v[:_MAX_READ] for v in left[:_MAX_VIEWS]]
                 got = os.preadv(descriptor, views, offset + done)
                 if got == 0:
                     raise CheckpointError(
@@ -134,10 +134,7 @@ class LocalStorage:
                         f"was read"
                     )
                 done += got
-                while left and got >= len(left[0]):
-                    got -= len(left.pop(0))
-                if got:
-                    left[0] = left[0][got:]
+                left = _after(left, got)
         except OSError as error:
             raise CheckpointError(f"{self.where}/{file}: cannot be read ({error})") from error
 
@@ -168,3 +165,12 @@ class LocalStorage:
         if len(self._open) > _MAX_OPEN:
             os.close(self._open.popitem(last=False)[1])
         return descriptor
+
+
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    """Return what is left to fill of `views` when `count` bytes have come."""
+    for number, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[number + 1 :]]
+        count -= len(view)
+    return []

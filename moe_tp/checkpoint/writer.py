@@ -37,7 +37,7 @@ from moe_tp.checkpoint.load import targets_of
 from moe_tp.checkpoint.progress import Bar, Progress
 from moe_tp.checkpoint.reader import HubFolder
 from moe_tp.checkpoint.rules import NameRules
-from moe_tp.checkpoint.scan import CONFIG, INDEX, PICKLES, UNFINISHED
+from moe_tp.checkpoint.scan import CONFIG, INDEX, is_carried
 from moe_tp.checkpoint.slices import bytes_of
 from moe_tp.checkpoint.storage import Storage, local_path
 from moe_tp.checkpoint.supply import FolderSupply, ModelSupply, Packed, Supply
@@ -48,7 +48,6 @@ from moe_tp.parallel.parameter import mesh_of
 WINDOW = 32 << 20  # bytes of all ranks' windows of a round together
 _LEAST = 1 << 20
 _PIECE = 8 << 20  # bytes copied at once
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +97,8 @@ def save_hub(
             where there is none, as the parameters have them.
         max_shard_size: bytes a file, such as "5GB".
         carry_from: source folder; tensors that match `passthrough` and all files that are no
-            weights (tokenizer, chat template, generation config) come along byte for byte.
+            weights and speak of none (tokenizer, chat template, generation config; not the state
+            of a run) come along byte for byte.
         quantise: write some tensors in fp8 or MXFP4.
         progress: called with (bytes done, bytes in all) of this rank; or whether the first rank
             shows a bar on stderr (None: in a terminal).
@@ -184,6 +184,7 @@ def written_config(
     """Return config.json for what is written: its dtype in both spellings, its quantisation."""
     config = dict(config_json)
     before = config.pop("quantization_config", None)
+    config.pop("compression_config", None)  # another name of it, which engines know
     if quantise is not None:
         config["quantization_config"] = quantise.config(before)
     sizes: dict[torch.dtype, int] = {}
@@ -372,12 +373,11 @@ def _check_room(folder: Path, needed: int) -> None:
 
 
 def _carry(source: Carried | None, work: Path) -> None:
-    """Copy every file of the source that is no weight, byte for byte."""
+    """Copy every file of the source that is no weight and speaks of none, byte for byte."""
     if source is None:
         return
     for file, size in source.storage.sizes().items():
-        hidden = file.startswith(".")
-        if hidden or file in (CONFIG, UNFINISHED) or file.endswith((*_WEIGHTS, *PICKLES)):
+        if not is_carried(file):
             continue
         if size < 0:
             raise CheckpointError(f"{source.where}/{file}: expected a file, found a dead link")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd import Function
 
-from moe_tp.errors import RoutingError
+from moe_tp.errors import ConfigError, RoutingError
 from moe_tp.log import warn_once
 from moe_tp.parallel.collectives import raw_all_reduce
 from moe_tp.parallel.functions import apply_function
@@ -121,10 +121,13 @@ class Router(ParallelModule):
 
         Raises:
             RoutingError: a row of logits holds a NaN; names rank, layer and token.
+            ConfigError: it is trained, and would never learn (R5).
 
         Collectives: none.
         """
         config = self.config
+        if self.training and torch.is_grad_enabled():
+            self.check_trainable()
         names = [name for name in ("bias", "correction_bias") if name in self.specs]
         biases = {name: self.local(name) for name in names}
         noise: dict[str, Any] = {}
@@ -162,6 +165,19 @@ class Router(ParallelModule):
             )
         remember((assignment.chosen_TK, assignment.ids_TK))
         return assignment
+
+    def check_trainable(self) -> None:
+        """Check that the router learns, if it is to be trained (R5).
+
+        Raises:
+            ConfigError: its weights are constant by construction.
+        """
+        reason = self.config.constant
+        if reason is not None and any(p.requires_grad for p in self.parameters()):
+            raise ConfigError(
+                f"layer {self.layer}: {reason}; freeze it (train.freeze: [router]), or evaluate "
+                "the model by model.eval() or under torch.no_grad()"
+            )
 
     def _bad_row_found(self, logits_TE: torch.Tensor, mask_T: torch.Tensor | None) -> bool:
         """Return whether a row cannot be ranked, as far as that costs no synchronisation (R7).

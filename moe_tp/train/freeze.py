@@ -43,9 +43,11 @@ def choose_trained(model: Decoder, freeze: Sequence[str], only: Sequence[str]) -
         freeze, only: patterns, alike on all ranks.
 
     Raises:
-        ConfigError: a pattern names nothing, or nothing is left to train.
+        ConfigError: a pattern names nothing, nothing is left to train, or a router is that would
+            never learn (R5).
     """
     if not (freeze or only):
+        _check_routers(model)
         return
     count = model.config.moe.router.num_experts
     atoms = {fqn: _atoms(fqn, pieces, count) for fqn, pieces in model.name_rules.pieces.items()}
@@ -70,6 +72,13 @@ def choose_trained(model: Decoder, freeze: Sequence[str], only: Sequence[str]) -
     for module in model.modules():
         if isinstance(module, Router) and not module.get_parameter("weight").requires_grad:
             module.config = replace(module.config, frozen=True)
+    _check_routers(model)
+
+
+def _check_routers(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.check_trainable()
 
 
 def train_rows(module: ParallelModule, name: str, experts: Collection[int]) -> None:
