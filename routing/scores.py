@@ -6,6 +6,7 @@ T tokens on this rank · D width · E experts
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,7 +42,12 @@ def promote(x: Tensor, dtype: str = "float32") -> Tensor:
 
 
 def router_logits(
-    x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None, *, dtype: str = "float32"
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None = None,
+    *,
+    dtype: str = "float32",
+    product: Callable[[Tensor, Tensor], Tensor] = torch.mm,
 ) -> Tensor:
     """Return logits_TE whose product is accumulated and kept in fp32 or more.
 
@@ -52,13 +58,14 @@ def router_logits(
         weight_ED: the router's weight, any floating dtype (kept in fp32 by the layer).
         bias_E: the router's linear bias.
         dtype: `float32` or `float64`.
+        product: of two matrices, for the gradients.
     """
     with full_precision(x_TD.device):
         exact = promote(x_TD[:0], dtype).dtype
         weight, bias = weight_ED.to(exact), None if bias_E is None else bias_E.to(exact)
         if x_TD.dtype == exact:
             return F.linear(x_TD, weight, bias)
-        logits: Tensor = _WideLinear.apply(x_TD, weight, bias)  # type: ignore[no-untyped-call]
+        logits: Tensor = _WideLinear.apply(x_TD, weight, bias, product)  # type: ignore[no-untyped-call]
         return logits
 
 
@@ -66,7 +73,14 @@ class _WideLinear(torch.autograd.Function):
     """A linear layer in the dtype of its weight; keeps the input as it came, not a wide copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        product: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        ctx.product = product
         ctx.save_for_backward(x, weight)
         return F.linear(x.to(weight.dtype), weight, bias)
 
@@ -75,9 +89,10 @@ class _WideLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad, want = grads[0], ctx.needs_input_grad
         return (
-            (grad @ weight).to(x.dtype) if want[0] else None,
-            grad.t() @ x.to(weight.dtype) if want[1] else None,
+            ctx.product(grad, weight).to(x.dtype) if want[0] else None,
+            ctx.product(grad.t(), x.to(weight.dtype)) if want[1] else None,
             grad.sum(0) if want[2] else None,
+            None,
         )
 
 

@@ -38,6 +38,7 @@ from moe_tp.experts.hop import (
     plan_hop,
     send_pairs,
 )
+from moe_tp.experts.rows import stable_order
 from moe_tp.experts.wire import FP8, check_wire, decode_rows, encode, return_dtype
 from moe_tp.parallel.collectives import (
     Group,
@@ -259,7 +260,7 @@ class AllToAllDispatcher:
         # as bytes: gloo knows no 16-bit integers
         bytes_P2 = raw_all_gather_rows(code_P.view(torch.uint8).view(-1, 2), pairs, self._etp)
         row_P, slot_P = decode(bytes_P2.reshape(-1).view(torch.int16))
-        order_P = torch.argsort(slot_P, stable=True)
+        order_P = stable_order(slot_P, self._num_slots)
         identity_R = send_identity(assignment.identity_T, way)
         handle, sent = start_rows(x_TD, way)
         return Pending(

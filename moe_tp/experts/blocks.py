@@ -11,7 +11,7 @@ kernel is written once against the three products below.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,9 +33,10 @@ class Block:
     Args:
         start, stop: the pairs.
         first: local slot of the first expert.
-        counts: pairs of each expert; unused where `ends_e` is set.
+        counts: places of each expert; unused where `ends_e` is set.
         ends_e: int32, end of each expert's pairs; then the block holds every expert.
         valid_P1: False in padding pairs, where there may be any.
+        empty: places of the block that hold no pair, see `moe_tp.experts.places`; None without.
     """
 
     start: int
@@ -44,6 +45,7 @@ class Block:
     counts: tuple[int, ...] = ()
     ends_e: torch.Tensor | None = None
     valid_P1: torch.Tensor | None = None
+    empty: torch.Tensor | None = None
 
     @property
     def busy(self) -> int:
@@ -57,6 +59,10 @@ class Block:
     def rows(self, value_n: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return each expert's rows of the block's."""
         return value_n.split_with_sizes(self.counts)
+
+    def clear(self, value_n: torch.Tensor) -> torch.Tensor:
+        """Return `value_n` with zeros in the empty places."""
+        return value_n if self.empty is None else value_n.index_fill_(0, self.empty, 0)
 
     def nt(
         self, x_nK: torch.Tensor, weight_eNK: Stack, out: torch.Tensor | None = None
@@ -167,26 +173,33 @@ def make_blocks(
     *,
     grouped: bool,
     hidden: int,
+    empty: Sequence[int] = (),
 ) -> list[Block]:
-    """Return the blocks that cover all pairs; reads the counts to the host unless `grouped`.
+    """Return the blocks that cover all places; reads the counts to the host unless `grouped`.
 
     Args:
-        counts_e: pairs of each expert.
+        counts_e: places of each expert.
         counts: the same on the host, or None.
-        num_pairs: P, padding included.
+        num_pairs: places, padding included.
         grouped: one block of all.
         hidden: F.
+        empty: places without a pair, in order.
     """
     if not grouped or num_pairs == 0:
         if counts is None:
             counts = tuple(counts_e.tolist()) if num_pairs else (0,) * counts_e.shape[0]
-        blocks, start, first = [], 0, 0
+        blocks, start, first, seen = [], 0, 0, 0
         most = max(PASS // max(hidden, 1), 1)
         for last in range(1, len(counts) + 1):
             rows = sum(counts[first:last])
             if last == len(counts) or rows + counts[last] > most:
-                blocks.append(Block(start, start + rows, first, counts[first:last]))
-                start, first = start + rows, last
+                stop, until = start + rows, seen
+                while until < len(empty) and empty[until] < stop:
+                    until += 1
+                own = [place - start for place in empty[seen:until]]
+                where = torch.tensor(own, device=counts_e.device) if own else None
+                blocks.append(Block(start, stop, first, counts[first:last], empty=where))
+                start, first, seen = stop, last, until
         return blocks
     ends_e = counts_e.cumsum(0).to(torch.int32)
     valid_P1 = None

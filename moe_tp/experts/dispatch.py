@@ -36,6 +36,8 @@ class Received:
         early: may be called in backward, once, with the gradient of `rows_RD`, which then starts
             on its way while other gradients are worked out.
         identity_R: int64, of each row's token, where the assignment has it.
+        sum_dtype: dtype to which a row's sum may be rounded, once, because nothing is added to it;
+            None: sums come in fp32 or more.
     """
 
     rows_RD: torch.Tensor
@@ -46,6 +48,7 @@ class Received:
     route: Any = None
     early: Callable[[torch.Tensor], None] | None = None
     identity_R: torch.Tensor | None = None
+    sum_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

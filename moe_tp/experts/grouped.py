@@ -28,9 +28,10 @@ from moe_tp.errors import ConfigError
 from moe_tp.experts.activation import Activation
 from moe_tp.experts.blocks import Stack
 from moe_tp.experts.dispatch import Received
-from moe_tp.experts.kernel import ExpertKernel, Options
+from moe_tp.experts.kernel import ExpertKernel
 from moe_tp.experts.quantized import QuantizedStack
 from moe_tp.experts.row_dropout import RowDropout
+from moe_tp.experts.steps import Options
 from moe_tp.parallel.collectives import accumulate_dtype
 from moe_tp.parallel.functions import apply_function
 
@@ -75,6 +76,8 @@ def experts_forward(
     recompute: bool = False,
 ) -> torch.Tensor:
     """Return `[R, D]`, the weighted sum of each row's expert outputs, in fp32 (fp64 for fp64).
+
+    Where `received.sum_dtype` allows it a sum may come rounded to that, once, at its end.
 
     Args:
         received: rows and pairs, from a dispatcher.
@@ -139,6 +142,7 @@ def experts_forward(
             early=received.early,
             dropout=terms.dropout,
             quantized=quantized,
+            sum_dtype=received.sum_dtype,
         ),
     )
     return out

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from moe_tp.experts.rows import SumPlan, plan_sums, sum_rows
+from moe_tp.experts.rows import SumPlan, plan_sums, stable_order, sum_rows
 from moe_tp.parallel.collectives import (
     Group,
     Phase,
@@ -110,7 +110,7 @@ def plan_hop(
     beside_G2 = raw_all_gather(recv_G2.sum(0, keepdim=True), beside)
     rows, pairs = torch.cat([send_G2, recv_G2, beside_G2]).t().tolist()
 
-    choice_Q = torch.argsort(dest_N, stable=True)[: sum(pairs[:ranks])]
+    choice_Q = stable_order(dest_N, ranks)[: sum(pairs[:ranks])]
     row_Q, dest_Q = row_N.index_select(0, choice_Q), dest_N.index_select(0, choice_Q)
     first_Q = torch.ones_like(row_Q, dtype=torch.bool)
     first_Q[1:] = (row_Q[1:] != row_Q[:-1]) | (dest_Q[1:] != dest_Q[:-1])

@@ -11,6 +11,7 @@ import torch
 
 from moe_tp.errors import ConfigError
 from moe_tp.experts.dispatch import Received, Wire
+from moe_tp.experts.rows import stable_order
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.routing.assignment import Assignment
 from moe_tp.routing.select import count_experts
@@ -53,6 +54,7 @@ class LocalDispatcher:
             **sort_pairs(slot_TK, self._num_slots, assignment.weights_TK),
             route=x_TD.dtype,
             identity_R=assignment.identity_T,
+            sum_dtype=x_TD.dtype,
         )
 
     def wire(self, received: Received) -> Wire:
@@ -75,7 +77,7 @@ def sort_pairs(slot_TK: torch.Tensor, num_slots: int, weights_TK: torch.Tensor) 
         weights_TK: routing weights.
     """
     key_P = torch.where(slot_TK >= 0, slot_TK, num_slots).flatten()
-    order_P = torch.argsort(key_P, stable=True)
+    order_P = stable_order(key_P, num_slots)
     return {
         "pair_row_P": torch.div(order_P, max(slot_TK.shape[1], 1), rounding_mode="floor"),
         "pair_weight_P": weights_TK.flatten().index_select(0, order_P),

@@ -333,7 +333,7 @@ class MoE(nn.Module):
             return y_TD, sum(wires[: len(pieces)], Wire())
 
         def routed(x_TD: torch.Tensor, piece: Assignment) -> torch.Tensor:
-            received = self.dispatcher.dispatch(x_TD, piece)
+            received = replace(self.dispatcher.dispatch(x_TD, piece), sum_dtype=None)
             wires.append(self._wire(received))
             return self._compute(received, exact)
 

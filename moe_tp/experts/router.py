@@ -19,6 +19,7 @@ from moe_tp.parallel.collectives import raw_all_reduce
 from moe_tp.parallel.functions import apply_function
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import ZEROS, Init, ParallelModule, ParamSpec, to_local
+from moe_tp.parallel.product import product
 from moe_tp.parallel.random import DropoutKey, hash_bits, key_of
 from moe_tp.parallel.recompute import recall, remember
 from moe_tp.routing.assignment import Assignment
@@ -135,7 +136,7 @@ class Router(ParallelModule):
         if self.training and (config.noisy or config.input_jitter):
             seen_TD, noise = self._draw(x_TD, key)
         logits_TE = router_logits(
-            seen_TD, self.local("weight"), biases.get("bias"), dtype=config.dtype
+            seen_TD, self.local("weight"), biases.get("bias"), dtype=config.dtype, product=product
         )
         logits_TE = self.with_low_rank(seen_TD.to(logits_TE.dtype), logits_TE)
         first = recall()
