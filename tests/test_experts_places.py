@@ -106,6 +106,21 @@ def test_an_expert_that_overflows_leaves_other_rows_alone() -> None:
         assert not torch.isfinite(y[hit]).any()
 
 
+def test_a_row_that_is_not_finite_reaches_its_own_experts_alone() -> None:
+    """D5: empty places name row 0, but nothing of it comes into another expert's gradients."""
+    received, tensors = made([0, 17, 129, 256], torch.bfloat16)
+    assert 0 not in received.pair_row_P[:146]
+    with torch.no_grad():
+        tensors["x"][0] = torch.nan
+    y = experts_forward(received, tensors["gate_up"], tensors["down"], activation=SwiGLU())
+    y.sum().backward()
+    for name in ("gate_up", "down"):
+        grad = tensors[name].grad
+        assert grad is not None
+        assert torch.isfinite(grad[:3]).all()
+        assert not torch.isfinite(grad[3]).all()
+
+
 def test_a_sum_in_16_bits_is_added_in_32() -> None:
     """D6: 256 and 64 times 1 are 320 in bf16 too, and weights count to 17 bits."""
     y_SD = torch.ones(65, 8, dtype=torch.bfloat16)
