@@ -29,6 +29,7 @@ from moe_tp.models.tokens import batch_problem, count_agreed, owned_tokens, prep
 from moe_tp.parallel.collectives import accumulate_dtype, all_gather, all_reduce
 from moe_tp.parallel.context.sequence import order
 from moe_tp.parallel.context.ulysses import check_heads
+from moe_tp.parallel.functions import working_dtype
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import Init
 from moe_tp.parallel.recompute import run_block
@@ -120,8 +121,8 @@ class Decoder(nn.Module):
     @property
     def activation_dtype(self) -> torch.dtype:
         """Dtype of the residual stream."""
-        dtype = self.mesh.runtime.compute_dtype
-        return next(self.parameters()).dtype if dtype is None else dtype
+        own = next(self.parameters()).dtype
+        return working_dtype(self.mesh.runtime.compute_dtype, own, self.mesh.device)
 
     @_disable_dynamo  # torch.compile: the model runs as it is
     def forward(

@@ -37,6 +37,8 @@ def update_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
         raise ConfigError(
             f"counts_E is {counts_E.dtype}, which does not count exactly; pass int64 counts"
         )
+    if not 0 <= rate < math.inf:
+        raise ConfigError(f"rate={rate} is not a finite number >= 0; choose rate >= 0")
     if bias_E.shape != counts_E.shape:
         raise ConfigError(
             f"bias_E of shape {tuple(bias_E.shape)} and counts_E of shape {tuple(counts_E.shape)} "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Literal
 
 from moe_tp.errors import ConfigError
@@ -239,10 +240,15 @@ def _check_sizes(config: RouterConfig) -> None:
         "top_groups",
         "capacity_multiple",
         "min_capacity",
+        "sinkhorn_iterations",
+        *(() if config.bias_steps is None else ("bias_steps",)),
     ):
         value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise ConfigError(f"{name}={value!r} is not a positive integer; choose {name} >= 1")
+        object.__setattr__(config, name, int(value))  # numpy's integers are not in JSON
+    if isinstance(config.seed, bool) or not isinstance(config.seed, int):
+        raise ConfigError(f"seed={config.seed!r} is not an integer; choose one")
     if config.top_k > config.num_experts:
         raise ConfigError(
             f"top_k={config.top_k} is more than num_experts={config.num_experts}, so a token "
@@ -285,17 +291,15 @@ def _check_numbers(config: RouterConfig) -> None:
             raise ConfigError(
                 f"{name}={getattr(config, name)} is not below 1; choose 0 <= {name} < 1"
             )
-    if config.capacity_factor is not None and not 0 < config.capacity_factor < math.inf:
+    factor = config.capacity_factor
+    number = isinstance(factor, int | float) and not isinstance(factor, bool)
+    if factor is not None and not (number and 0 < factor < math.inf):
         raise ConfigError(
-            f"capacity_factor={config.capacity_factor} leaves no place; choose a number > 0, "
-            "or None to drop nothing"
+            f"capacity_factor={factor!r} leaves no place; choose a number > 0, or None to drop "
+            "nothing"
         )
     if config.pad_to_capacity and config.capacity_factor is None:
         raise ConfigError("pad_to_capacity=True has no capacity to pad to; set capacity_factor")
-    if config.sinkhorn_iterations < 1:
-        raise ConfigError(
-            f"sinkhorn_iterations={config.sinkhorn_iterations} balances nothing; choose >= 1"
-        )
 
 
 def _check_gradient(config: RouterConfig) -> None:
@@ -317,8 +321,6 @@ def _check_bias(config: RouterConfig) -> None:
             f"bias_schedule={config.bias_schedule!r} has no length; set bias_steps (in optimiser "
             "steps)"
         )
-    if config.bias_steps is not None and config.bias_steps < 1:
-        raise ConfigError(f"bias_steps={config.bias_steps} is not a positive number of steps")
 
 
 def _check_kind(config: RouterConfig) -> None:

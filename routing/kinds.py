@@ -112,7 +112,10 @@ def select_sinkhorn(logits_TE: Tensor, config: RouterConfig, mask_T: Tensor | No
 
 
 def select_by_hash(
-    token_ids_T: Tensor | None, config: RouterConfig, table_VK: Tensor | None
+    token_ids_T: Tensor | None,
+    config: RouterConfig,
+    table_VK: Tensor | None,
+    mask_T: Tensor | None = None,
 ) -> Tensor:
     """Return ids_TK, K different experts that depend on the token id alone.
 
@@ -123,13 +126,16 @@ def select_by_hash(
         token_ids_T: int64 vocabulary ids, at least 0.
         config: the router.
         table_VK: int64, the experts of each vocabulary id, if a checkpoint brings them.
+        mask_T: True where a token is real; the ids of others, -100 say, are not looked at.
     """
     if token_ids_T is None:
         raise RoutingError(
             "kind='hash' routes by token id, and token_ids_T is None; pass the ids of the tokens"
         )
+    if mask_T is not None:
+        token_ids_T = torch.where(mask_T, token_ids_T, 0)
     if table_VK is not None:
-        return table_VK.to(token_ids_T.device)[token_ids_T]
+        return table_VK.to(token_ids_T.device)[token_ids_T].to(torch.int64)
     return _largest_hash(token_ids_T.to(torch.int64), config)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from moe_tp.errors import ConfigError
 from moe_tp.routing.assignment import Assignment
 from moe_tp.routing.config import BalanceKind
+from moe_tp.routing.masks import as_mask
 from moe_tp.routing.scores import full_precision, promote
 from moe_tp.routing.select import count_experts, stable_top_k
 
@@ -115,7 +116,7 @@ def z_loss(
     with full_precision(logits_TE.device):
         logits_TE = promote(logits_TE)
         if mask_T is not None:
-            mask_T = mask_T.bool()
+            mask_T = as_mask(mask_T)
             logits_TE = torch.where(mask_T.unsqueeze(-1), logits_TE, 0.0)
         square_T = torch.logsumexp(logits_TE, dim=-1).square()
         if mask_T is not None:
@@ -149,7 +150,7 @@ def pooled_load_balance_loss(
         raise ConfigError("pooled_load_balance_loss got no layer; pass each layer's router logits")
     with full_precision(logits_LTE[0].device):
         logits_NE = torch.cat([promote(layer_TE) for layer_TE in logits_LTE])
-        mask_N = None if mask_T is None else mask_T.repeat(len(logits_LTE))
+        mask_N = None if mask_T is None else as_mask(mask_T).repeat(len(logits_LTE))
         if mask_N is not None:
             logits_NE = torch.where(mask_N.unsqueeze(-1), logits_NE, 0.0)
         prob_NE = torch.softmax(logits_NE, dim=-1)
@@ -170,7 +171,7 @@ def _narrow(assignment: Assignment, mask_T: Tensor | None) -> tuple[Tensor, Tens
     """Return the choices and the mask of the tokens that count."""
     if mask_T is None:
         return assignment.chosen_TK, assignment.mask_T
-    mask_T = mask_T.to(torch.bool)
+    mask_T = as_mask(mask_T)
     chosen_TK = assignment.chosen_TK.masked_fill(~mask_T.unsqueeze(-1), -1)
     return chosen_TK, mask_T if assignment.mask_T is None else mask_T & assignment.mask_T
 

@@ -18,6 +18,7 @@ from moe_tp.routing.kinds import (
     select_random,
     select_sinkhorn,
 )
+from moe_tp.routing.masks import as_mask
 from moe_tp.routing.noise import add_noise, draw_kept_experts, draw_uniform
 from moe_tp.routing.scores import choice_scores, compute_scores, full_precision, promote
 from moe_tp.routing.select import select_top_k
@@ -67,7 +68,7 @@ def route(
     """
     _check_shapes(logits_TE, config, bias_E, mask_T, token_ids_T, replay_TK)
     if mask_T is not None:
-        mask_T = mask_T.to(torch.bool)
+        mask_T = as_mask(mask_T)
     with full_precision(logits_TE.device):
         logits_TE = promote(logits_TE, config.dtype).contiguous()
         if mask_T is not None:
@@ -75,6 +76,8 @@ def route(
             logits_TE = torch.where(mask_T.unsqueeze(-1), logits_TE, 0.0)
         if check:
             _refuse_bad_rows(logits_TE, config, bias_E, replay_TK, layer, rank)
+            if config.kind == "hash" and replay_TK is None:
+                _refuse_bad_table(token_ids_T, table_VK, mask_T, config)
         if config.function is not None and replay_TK is None:
             return _call_function(logits_TE, config, bias_E, mask_T, token_ids_T, generator)
         steered_TE = _steer(logits_TE, config, generator, uniform_TE, noise_logits_TE, kept_E)
@@ -116,7 +119,7 @@ def _select(
     if config.kind == "sinkhorn":
         return select_sinkhorn(steered_TE, config, mask_T)
     if config.kind == "hash":
-        return select_by_hash(token_ids_T, config, table_VK)
+        return select_by_hash(token_ids_T, config, table_VK, mask_T)
     if config.kind == "random":
         return select_random(uniform_TE, rows, device, config)
     if config.kind == "balanced":
@@ -191,6 +194,8 @@ def _check_shapes(
     replay_TK: Tensor | None,
 ) -> None:
     """Refuse tensors that do not fit, before they are broadcast into nonsense."""
+    if logits_TE.is_complex():
+        raise ConfigError(f"logits of {logits_TE.dtype} have no order; pass real numbers")
     if logits_TE.ndim != 2 or logits_TE.shape[1] != config.num_experts:
         raise ConfigError(
             f"logits of shape {tuple(logits_TE.shape)} do not fit num_experts="
@@ -263,3 +268,29 @@ def _refuse_bad_rows(
         f"{bad_T.shape[0]} tokens); look for an overflow in the layers before, or a learning rate "
         "that is too high"
     )
+
+
+def _refuse_bad_table(
+    token_ids_T: Tensor | None, table_VK: Tensor | None, mask_T: Tensor | None, config: RouterConfig
+) -> None:
+    """Raise if a real token has no row in the table, or a row an expert that does not exist."""
+    if token_ids_T is None or table_VK is None or table_VK.device.type == "meta":
+        return
+    ids_T = token_ids_T if mask_T is None else token_ids_T[mask_T]
+    if table_VK.ndim != 2 or table_VK.shape[1] != config.top_k:
+        raise ConfigError(
+            f"table_VK of shape {tuple(table_VK.shape)} does not fit top_k={config.top_k}; pass "
+            f"[vocabulary, {config.top_k}]"
+        )
+    outside_T = (ids_T < 0) | (ids_T >= table_VK.shape[0])
+    if bool(outside_T.any()):
+        raise RoutingError(
+            f"kind='hash': token id {int(ids_T[outside_T][0])} has no row in table_VK of "
+            f"{table_VK.shape[0]} rows; mask padding, or pass a table for the whole vocabulary"
+        )
+    bad_VK = (table_VK < -1) | (table_VK >= config.num_experts)
+    if bool(bad_VK.any()):
+        raise RoutingError(
+            f"kind='hash': table_VK names expert {int(table_VK[bad_VK][0])}, and num_experts="
+            f"{config.num_experts}"
+        )

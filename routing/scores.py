@@ -88,12 +88,13 @@ class _WideLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad, want = grads[0], ctx.needs_input_grad
-        return (
-            ctx.product(grad, weight).to(x.dtype) if want[0] else None,
-            ctx.product(grad.t(), x.to(weight.dtype)) if want[1] else None,
-            grad.sum(0) if want[2] else None,
-            None,
-        )
+        with full_precision(x.device):  # a backward may be called under autocast too
+            return (
+                ctx.product(grad, weight).to(x.dtype) if want[0] else None,
+                ctx.product(grad.t(), x.to(weight.dtype)) if want[1] else None,
+                grad.sum(0) if want[2] else None,
+                None,
+            )
 
 
 class _Sigmoid(torch.autograd.Function):

@@ -54,3 +54,20 @@ def test_no_layout_is_worse_than_one_process(cases: Cases) -> None:
     for world, layout, runtime in cases:
         found = off(run_ranks(step, world, layout, {**runtime, **half})[0])
         assert found <= 1.5 * alone, (layout, runtime)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_a_model_under_autocast(family: str) -> None:
+    """R4: the bits of `Runtime(compute_dtype=...)`, loss and gradients."""
+    ids = torch.randint(0, 61, (2, 7), generator=torch.Generator().manual_seed(0))
+    found = []
+    for compute in (torch.bfloat16, None):
+        mesh = Mesh.single(Runtime(compute_dtype=compute))
+        model = build(config(family, 2), mesh, seed=1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=compute is None):
+            out = model(ids, labels=ids)
+        (out.loss + out.aux.loss).backward()
+        settle_gradients(model)
+        found.append({"loss": out.loss.detach(), **gather_named(model, "grad")})
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name

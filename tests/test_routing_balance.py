@@ -26,6 +26,13 @@ def test_sign_of_the_update() -> None:
     assert not new.requires_grad
 
 
+def test_a_rate_is_a_step_towards_balance() -> None:
+    """L4, F3: a negative rate would move the load away from it."""
+    for rate in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="finite number >= 0"):
+            update_bias(torch.zeros(2), torch.tensor([1, 3]), rate)
+
+
 def test_counts_stay_apart() -> None:
     """L4, C14: b) counts that bf16 rounds to one number; half precision is refused."""
     new = update_bias(torch.zeros(2), torch.tensor([40840, 41080]), 1.0)

@@ -363,3 +363,21 @@ def test_a_users_own_function_plugs_in() -> None:
     )
     with pytest.raises(RoutingError, match="2 tokens"):
         route(torch.zeros(2, 4), short)
+
+
+def test_a_table_of_experts_is_checked() -> None:
+    """R6, R7: padding may have any id; a real token without a row, a row without an expert."""
+    config, table = config_of("hash"), torch.tensor([[0, 1], [1, 2], [2, 3]])
+    mask = torch.tensor([True, False, True])
+    ids = torch.tensor([2, -100, 0])
+    logits = torch.randn(3, config.num_experts)
+    out = route(logits, config, token_ids_T=ids, mask_T=mask, table_VK=table)
+    assert out.ids_TK.tolist() == [[2, 3], [-1, -1], [0, 1]]
+    with pytest.raises(RoutingError, match="token id -100 has no row"):
+        route(logits, config, token_ids_T=ids, table_VK=table)
+    with pytest.raises(RoutingError, match="token id 3 has no row"):
+        route(logits, config, token_ids_T=torch.tensor([0, 3, 1]), table_VK=table)
+    with pytest.raises(RoutingError, match="names expert 96"):
+        route(logits, config, token_ids_T=torch.tensor([0, 1, 1]), table_VK=table + 96)
+    with pytest.raises(ConfigError, match="does not fit top_k=2"):
+        route(logits, config, token_ids_T=torch.tensor([0, 1, 1]), table_VK=table[:, :1])

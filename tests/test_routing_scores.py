@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -166,6 +167,10 @@ def test_switch_has_a_gradient() -> None:
         ({"num_experts": 8, "top_k": 2, "normalize": "false"}, "normalize='false'"),
         ({"num_experts": 8, "top_k": 2, "frozen": 1}, "frozen=1"),
         ({"num_experts": 8, "top_k": 2, "scale": None}, "scale=None"),
+        ({"num_experts": 8, "top_k": 2, "capacity_factor": "1.5"}, "capacity_factor='1.5'"),
+        ({"num_experts": 8, "top_k": 2, "capacity_factor": True}, "capacity_factor=True"),
+        ({"num_experts": 8, "top_k": 2, "bias_steps": 2.5}, "bias_steps=2.5"),
+        ({"num_experts": 8, "top_k": 2, "seed": "x"}, "seed='x'"),
     ],
 )
 def test_a_config_checks_itself(setting: dict[str, object], word: str) -> None:
@@ -173,6 +178,13 @@ def test_a_config_checks_itself(setting: dict[str, object], word: str) -> None:
     with pytest.raises(ConfigError) as caught:
         RouterConfig(**setting)  # type: ignore[arg-type]
     assert word in str(caught.value)
+
+
+def test_a_config_of_numpy_integers() -> None:
+    """F3: they are integers, and become Python's, which JSON can hold."""
+    config = RouterConfig(np.int64(8), np.int32(2))  # type: ignore[arg-type]
+    assert config == RouterConfig(8, 2)
+    assert type(config.num_experts) is type(config.top_k) is int
 
 
 def test_layout_dependence_is_marked() -> None:

@@ -16,6 +16,7 @@ from moe_tp.experts.activation import Activation, SwiGLU
 from moe_tp.experts.dispatch import Received
 from moe_tp.experts.grouped import BACKENDS, Backend, LowRank, experts_forward
 from moe_tp.experts.quantized import Kind, QuantizedStack, blocks_of
+from moe_tp.parallel.functions import working_dtype
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import ZEROS, Init, ParallelModule, ParamSpec, to_local
 from moe_tp.routing.table import ExpertTable
@@ -118,12 +119,14 @@ class GroupedExperts(ParallelModule):
         """The dtype of the projections, which a quantised one had when it was loaded."""
         if self.quantized is not None:
             return self._stack("gate_up").dtype
-        return self.get_parameter("gate_up").dtype
+        weight = self.gate_up  # no parameter in a functional call
+        assert isinstance(weight, torch.Tensor)
+        return weight.dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype in which rows must arrive."""
-        return self.mesh.runtime.compute_dtype or self.dtype
+        return working_dtype(self.mesh.runtime.compute_dtype, self.dtype, self.mesh.device)
 
     def quantize(self, kind: Kind) -> None:
         """Keep the projections in few bits, frozen; they are no parameters from here on.

@@ -45,6 +45,7 @@ from moe_tp.parallel.random import DropoutKey
 from moe_tp.parallel.recompute import keeping
 from moe_tp.routing.assignment import Assignment, assign
 from moe_tp.routing.config import RouterConfig
+from moe_tp.routing.masks import as_mask
 from moe_tp.routing.table import ExpertTable, first_table
 
 __all__ = [
@@ -77,7 +78,8 @@ class MoE(nn.Module):
 
     In a user's own model: leave its parameters to this library (`prepare_for_ddp`, or
     `fully_shard(..., ignored_params=set(library_parameters(model)))`), and call
-    `settle_gradients(model)` after the last backward of a step.
+    `settle_gradients(model)` after the last backward of a step. Under `torch.autocast` the layer
+    computes in autocast's dtype, as `Runtime(compute_dtype=...)` would have it.
 
     Args:
         dim: D.
@@ -201,7 +203,8 @@ class MoE(nn.Module):
                 `record_routing` and for dropout of the experts' adapters.
 
         Raises:
-            ConfigError: x is not `[..., D]`, or the mask has another shape.
+            ConfigError: x is not `[..., D]` of floating point, or the mask has another shape or is
+                one that is added to attention scores.
 
         Collectives: those of the dispatcher over ep and etp, of the shared expert over tp, and of
         the losses over all owners of tokens.
@@ -242,8 +245,13 @@ class MoE(nn.Module):
                 f"x has shape {tuple(x.shape)}, but the layer works on rows of dim={self.dim}; "
                 f"its last dimension must be that"
             )
+        if not x.is_floating_point():
+            raise ConfigError(
+                f"x is {x.dtype}, but the layer works on floating-point activations; embed token "
+                f"ids first"
+            )
         x_TD = x.reshape(-1, self.dim)
-        if torch.is_grad_enabled() and self._with_others and x_TD.is_floating_point():
+        if torch.is_grad_enabled() and self._with_others:
             x_TD = connected(x_TD)
         if mask is None:
             return x_TD, None
@@ -252,7 +260,7 @@ class MoE(nn.Module):
                 f"the mask has shape {tuple(mask.shape)}, but x has shape {tuple(x.shape)}; give "
                 f"one value for each token"
             )
-        mask_T = mask.reshape(-1).bool()
+        mask_T = as_mask(mask.reshape(-1))
         return torch.where(mask_T[:, None], x_TD, 0.0), mask_T
 
     def serve(

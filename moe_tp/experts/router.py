@@ -86,6 +86,16 @@ class Router(ParallelModule):
         # choices of a whole step over all ranks, where a counting pass has found them
         self.total_E: torch.Tensor | None = None
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Move the counters with the module; `to_empty` would leave numbers of nothing in them."""
+        kept = {name: self._buffers[name] for name in ("step_counts_E", "bias_steps")}
+        super()._apply(fn, recurse)
+        for name, value in kept.items():
+            fresh = self._buffers[name]
+            if value is not None and fresh is not None and fresh is not value:
+                self._buffers[name] = value.to(fresh.device)
+        return self
+
     @property
     def wants_total(self) -> bool:
         """Whether a loss needs the load of the whole step before its first backward."""

@@ -25,6 +25,7 @@ from moe_tp.parallel.functions import apply_function
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import ZEROS, Init, ParallelModule, ParamSpec
 from moe_tp.parallel.product import add_product, linear, product
+from moe_tp.routing.scores import full_precision
 
 
 class _GatherLinear(Function):
@@ -235,5 +236,8 @@ class ReplicatedLinear(ParallelModule):
         """Return `[T, out]` for `[T, dim]`, in the wider of the input's and the weight's dtype."""
         weight = self.local("weight")
         bias = self.local("bias") if "bias" in self.specs else None
-        x_TD = x_TD.to(torch.promote_types(x_TD.dtype, weight.dtype))
-        return self.with_low_rank(x_TD, F.linear(x_TD, weight, bias))
+        dtype = torch.promote_types(x_TD.dtype, weight.dtype)
+        x_TD, bias = x_TD.to(dtype), None if bias is None else bias.to(dtype)
+        with full_precision(x_TD.device):
+            y_TD = F.linear(x_TD, weight.to(dtype), bias)
+        return self.with_low_rank(x_TD, y_TD)

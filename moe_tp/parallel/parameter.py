@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from moe_tp.errors import ConfigError
 from moe_tp.parallel.collectives import raw_all_gather
-from moe_tp.parallel.functions import apply_function
+from moe_tp.parallel.functions import apply_function, working_dtype
 from moe_tp.parallel.mesh import Domain, Mesh
 from moe_tp.parallel.random import fill_normal, key_of
 
@@ -193,8 +193,10 @@ class ParallelModule(nn.Module):
             value = value.detach()
         elif spec.role in ("bias", "norm") or len(spec.shape) < 2:
             value = apply_function(_OwnGradient, value)
-        dtype = self.mesh.runtime.compute_dtype
-        if dtype is None or spec.keep_fp32 or dtype == value.dtype:
+        if spec.keep_fp32:
+            return value
+        dtype = working_dtype(self.mesh.runtime.compute_dtype, value.dtype, self.mesh.device)
+        if dtype == value.dtype:
             return value
         shared, key = _casts.get(), (id(self), name, value.requires_grad)
         held = None if shared is None else shared.get(key)

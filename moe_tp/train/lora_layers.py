@@ -34,6 +34,7 @@ from moe_tp.experts.row_dropout import RowDropout
 from moe_tp.models.blocks import Call
 from moe_tp.models.heads import HeadLinear
 from moe_tp.parallel.collectives import all_gather, raw_all_gather
+from moe_tp.parallel.functions import working_dtype
 from moe_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear, linear_scatter
 from moe_tp.parallel.parameter import (
     ONES,
@@ -223,7 +224,7 @@ class ExpertLowRank(ParallelModule):
     def terms(self) -> LowRank:
         """Return this rank's low-rank terms in the compute dtype."""
         runtime = self.mesh.runtime
-        dtype = runtime.compute_dtype or self._base_dtype
+        dtype = working_dtype(runtime.compute_dtype, self._base_dtype, self.mesh.device)
         factors = {name: self.local(name).to(dtype) for name in self.specs}
         if runtime.experts == "grouped_mm" or self.mesh.device.type == "cuda":
             factors = {name: _aligned(name, value) for name, value in factors.items()}
