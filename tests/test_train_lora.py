@@ -335,6 +335,9 @@ def test_folder_that_does_not_fit(tmp_path: Path) -> None:
         load_adapter(adapted({}, rank=2), tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     tensors = load_file(file)
+    save_file({n: t.mul(100).to(torch.int8) for n, t in tensors.items()}, file)
+    with pytest.raises(CheckpointError, match=r"lora_[AB].* holds torch.int8"):
+        load_adapter(make({}), tmp_path)
     save_file({**tensors, "base_model.model.lm_head.lora_A.weight": torch.ones(1)}, file)
     with pytest.raises(CheckpointError, match="lm_head"):
         load_adapter(make({}), tmp_path)

@@ -172,6 +172,12 @@ def _read(model: Decoder, folder: Path) -> tuple[LoRAConfig, dict[str, torch.Ten
         raise CheckpointError(f"{folder}: a file of it cannot be read: {error}") from error
     if not isinstance(settings, dict) or settings.get("peft_type", "LORA") != "LORA":
         raise CheckpointError(f"{folder}/{CONFIG} does not describe an adapter of peft_type LORA")
+    for name, value in tensors.items():
+        if not value.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{folder}/{WEIGHTS}: {name} holds {value.dtype}, which is no adapter's; save "
+                "the adapter in float32 or bfloat16"
+            )
     for key in ("r", "lora_alpha"):
         if not isinstance(settings.get(key), int | float):
             raise CheckpointError(f"{folder}/{CONFIG}: {key}={settings.get(key)!r} is no number")
