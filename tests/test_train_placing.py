@@ -59,9 +59,8 @@ def _run(tree: dict[str, Any], resume: bool) -> list[tuple[int, ...]]:
     step = Run.train_step
 
     def watched(self: Run) -> Any:
-        found = step(self)
         seen.append(next(m.table.slots for m in self.model.modules() if hasattr(m, "table")))
-        return found
+        return step(self)
 
     Run.train_step = watched  # type: ignore[method-assign]
     try:
@@ -81,8 +80,7 @@ def test_a_run_with_replicas_is_the_run_without(root: Path) -> None:
     _run(settings(root, "one", 0), False)
     want = _losses(root, "one")
     tables = run_ranks(_run, 2, settings(root, "two", 1, ep=2), False)[0]
-    assert len(set(tables)) > 1
-    assert tables[0] == tables[-5]
+    assert tables[0] == tables[1] != tables[2] == tables[3]  # what each step begins with
     assert len(set(tables[-1])) < len(tables[-1])
     assert _losses(root, "two") == pytest.approx(want, rel=1e-9)
     final = load_file(root / "two" / "final" / "model.safetensors")
