@@ -35,10 +35,13 @@ WIDTHS = {"hidden_size": 32, "intermediate_size": 256, "moe_intermediate_size": 
 TARGETS = ("attention", "experts")
 
 
-def make(layout: Layout, case: str, runtime: dict[str, Any] | None = None) -> Decoder:
+def make(
+    layout: Layout, case: str, runtime: dict[str, Any] | None = None, *, narrow: bool = False
+) -> Decoder:
     kinds = Runtime(**(runtime or {}))
     mesh = Mesh(ParallelLayout(**layout), kinds) if layout else Mesh.single(kinds)
-    return build(ModelConfig.from_hub(hub_config(case) | WIDTHS), mesh, seed=3)
+    widths = {**WIDTHS, "intermediate_size": 128} if narrow else WIDTHS
+    return build(ModelConfig.from_hub(hub_config(case) | widths), mesh, seed=3)
 
 
 def dequantised(weight: torch.Tensor, kind: str, block: int) -> torch.Tensor:
@@ -184,7 +187,7 @@ def test_the_plan_counts_it(kind: str) -> None:
 
 
 def no_room(layout: Layout) -> str:
-    model = make(layout, "mixtral")
+    model = make(layout, "mixtral", narrow=True)
     with pytest.raises(ConfigError) as info:
         apply_lora(model, LoRAConfig(rank=2, alpha=2.0, base="int4"))
     return str(info.value)
