@@ -160,7 +160,9 @@ def test_forged_headers(data: st.DataObject) -> None:
     told = same_or_named({file: changed})
     if kind not in ("length", "odd"):
         same = sorted(header.get(name, {}).items()) == sorted(split(before[file])[0][name].items())
-        assert told is not None or same or entry["dtype"] == "F16", kind
+        # what is carried along unread may have any shape and dtype that fill its bytes
+        carried = name.startswith("mtp.") and kind in ("dtype", "shape", "turned")
+        assert told is not None or same or carried or entry["dtype"] == "F16", kind
 
 
 NAMES = st.one_of(
