@@ -27,7 +27,7 @@ from moe_tp.testing import run_ranks
 
 INDEX = "model.safetensors.index.json"
 SHARDS = [f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)]
-QUICK = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+QUICK = {"derandomize": True, "deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
 @cache
