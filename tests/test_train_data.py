@@ -128,7 +128,7 @@ def test_resuming_goes_on_where_it_stopped() -> None:
     assert taken(rows, 3, 2, 4, start=2) == whole[2:]
     stream = DataStream(rows, seed=3, global_batch=12, micro_batch=1)
     stream.next_step()
-    assert stream.state() == {"position": 12, "rows": 31, "seed": 3}
+    assert stream.state() == {"position": 12, "rows": 31, "seed": 3, "digest": ""}
     with pytest.raises(DataError, match="rows=30, this run's rows=31"):
         stream.restore({"position": 12, "rows": 30, "seed": 3})
     with pytest.raises(ConfigError, match="no multiple of micro_batch x dp = 5 x 1"):
