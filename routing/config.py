@@ -178,8 +178,11 @@ class RouterConfig:
             return None
         if self.kind == "expert_choice" and not self.normalize:
             return None
-        by = "score='softmax_topk'" if self.score == "softmax_topk" else "normalize=True"
-        if self.score != "softmax_topk" and not self.normalize:
+        if self.score == "softmax_topk":
+            by = "score='softmax_topk'"
+        elif self.normalize:
+            by = "normalize=True"
+        else:
             return None
         return (
             f"top_k=1 with {by} gives every token the constant weight 1, so the router would never "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from moe_tp.log import warn_once
 from moe_tp.models.tokens import IGNORE
 from moe_tp.train.chat import ChatTemplate, Span
 from moe_tp.train.config import DataConfig
-from moe_tp.train.files import Record
+from moe_tp.train.files import Record, decode_json
 from moe_tp.train.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -268,7 +267,7 @@ class DocumentMaker:
         messages = [_as_text(message, where) for message in messages]
         tools = fields.get("tools")
         if isinstance(tools, str):
-            tools = _decoded(tools, "tools", where) if tools.strip() else None
+            tools = decode_json(tools, f"{where}: 'tools' is text that") if tools.strip() else None
         try:
             found = template.render(messages, answers=answers, tools=tools)
         except DataError as error:
@@ -322,17 +321,10 @@ def _check_turns(messages: Sequence[Any], where: str) -> None:
         raise DataError(f"{where}: each message must be an object with a 'role'")
 
 
-def _decoded(text: str, key: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: {key!r} is text that is not JSON: {error}") from error
-
-
 def _list(fields: Mapping[str, Any], key: str, where: str) -> list[Any]:
     value = fields[key]
     if isinstance(value, str):  # a column of a CSV file
-        value = _decoded(value, key, where)
+        value = decode_json(value, f"{where}: {key!r} is text that")
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: {key!r} must be a list with at least one turn")
     return value

@@ -100,7 +100,7 @@ def _jsonl(path: Path) -> Iterator[Record]:
                 at += len(raw)
                 if line.strip():
                     where = f"{path} line {number}"
-                    yield Record(fields=_object(_decode(line, where), where), where=where)
+                    yield Record(fields=_object(decode_json(line, where), where), where=where)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -121,7 +121,7 @@ def _json(path: Path) -> Iterator[Record]:
     if not text.strip():
         return
     try:
-        content = _decode(text, str(path))
+        content = decode_json(text, str(path))
     except DataError:
         if not text.lstrip().startswith("{"):
             raise
@@ -180,11 +180,20 @@ def _arrow(path: Path) -> Iterator[Record]:
         raise DataError(f"{path} cannot be read as an Arrow stream: {error}") from error
 
 
-def _decode(text: str, where: str) -> Any:
+def decode_json(text: str, what: str) -> Any:
+    """Return what JSON text holds.
+
+    Args:
+        text: of a file, a line or a field.
+        what: it is, as the subject of a message.
+
+    Raises:
+        DataError: it is not JSON.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON: {error}") from error
+        raise DataError(f"{what} is not JSON: {error}") from error
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
