@@ -220,6 +220,14 @@ def test_bad_config_is_one_sentence(changes: dict[str, Any], words: tuple[str, .
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_published_top_1_model_is_read(case: str) -> None:
+    """F3: a weight that is always 1 cannot train a router, but a model that has it answers."""
+    config = ModelConfig.from_hub(hub_config(case, num_experts_per_tok=1))
+    assert config.moe.router.top_k == 1
+    assert config.moe.router.allow_constant
+
+
 @pytest.mark.parametrize(
     ("case", "changes", "word"),
     [
