@@ -44,25 +44,28 @@ def config_of(name: str) -> ModelConfig:
     return ModelConfig.from_hub(found)
 
 
-def built_elements(names: tuple[str, ...], layouts: list[dict[str, int]]) -> dict[Any, int]:
+def built_elements(
+    names: tuple[str, ...], layouts: list[dict[str, int]], spare_slots: int = 0
+) -> dict[Any, int]:
     found: dict[Any, int] = {}
     for name in names:
         for number, degrees in enumerate(layouts):
-            mesh = Mesh(ParallelLayout(**degrees), Runtime())
+            mesh = Mesh(ParallelLayout(**degrees), Runtime(spare_slots=spare_slots))
             model = build(config_of(name), mesh)
             seen = {id(entry.param): to_local(entry.param).numel() for entry in named_specs(model)}
             found[name, number] = sum(seen.values())
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_elements_per_rank_equal_the_built_model(world: int) -> None:
-    results = run_ranks(built_elements, world, FAMILIES[world], LAYOUTS[world], timeout=120.0)
+@pytest.mark.parametrize(("world", "spare_slots"), [(2, 0), (2, 1), (4, 0)])
+def test_elements_per_rank_equal_the_built_model(world: int, spare_slots: int) -> None:
+    args = (FAMILIES[world], LAYOUTS[world], spare_slots)
+    results = run_ranks(built_elements, world, *args, timeout=120.0)
     wrong = []
     for name in FAMILIES[world]:
         for number, degrees in enumerate(LAYOUTS[world]):
             layout = ParallelLayout(**degrees).resolve(world)
-            planner = Planner(config_of(name), Job())
+            planner = Planner(config_of(name), Job(spare_slots=spare_slots))
             per_stage = world // layout.pp
             for stage in planner.stages(layout):
                 ranks = range(stage.rank * per_stage, (stage.rank + 1) * per_stage)

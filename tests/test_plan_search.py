@@ -221,10 +221,12 @@ def test_what_new_settings_change(mixtral: ModelConfig) -> None:
 
 def test_settings_stand_in_the_block(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--gpus", "16", "--gpu", "H200", "--top", "1", "--offload", "--dp-replicate", "2"]
+    words += ["--spare-slots", "1"]
     assert main(["plan", "mixtral:8x7b", *words, "--recompute", "full"]) == 0
     block = capsys.readouterr().out.split("parallel:\n")[1]
     for line in ("  zero: ", "runtime:\n", "  dp_replicate: 2", "  offload: true", "  recompute"):
         assert line in block
+    assert ("  ep: " in block) == ("  spare_slots: 1" in block)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,11 @@ LENGTH, RANK = 12, 4
 
 
 def config_of(name: str) -> ModelConfig:
-    """Return a tiny model; `everywhere` sends every token to every expert."""
+    """Return a tiny model; `everywhere` and `odd` send every token to every expert."""
+    if name == "odd":
+        found = {**BASE, **CASES["mixtral"], "num_local_experts": 6, "num_experts_per_tok": 6}
+        odd = {"hidden_size": 30, "head_dim": 8, "intermediate_size": 24, "vocab_size": 64}
+        return ModelConfig.from_hub({**found, **odd})
     if name == "everywhere":
         found = {**BASE, **CASES["mixtral"], "num_local_experts": 4, "num_experts_per_tok": 4}
         return ModelConfig.from_hub({**found, "num_hidden_layers": 4})
@@ -67,6 +71,7 @@ def logged_step(name: str, layout: dict[str, int], job: Job) -> tuple[int, dict[
         cp_kind=job.cp_kind,
         dp_replicate=job.dp_replicate,
         loss_chunk=job.loss_chunk,
+        spare_slots=job.spare_slots,
     )
     mesh = Mesh(ParallelLayout(**layout), runtime)
     config = config_of(name)
@@ -122,7 +127,8 @@ ROWS: list[tuple[int, str, dict[str, int], dict[str, Any]]] = [
     (2, "everywhere", {"ep": 2}, {"recompute": "selective"}),
     (2, "everywhere", {"pp": 2}, {}),
     (2, "mixtral", {"cp": 2}, {"cp_kind": "ring"}),
-    (2, "everywhere", {"ep": 2, "zero": 1}, {"mode": "lora"}),
+    (2, "everywhere", {"ep": 2, "zero": 1}, {"mode": "lora", "spare_slots": 1}),
+    (2, "everywhere", {"ep": 2}, {"spare_slots": 1}),
 ]
 MORE: list[tuple[int, str, dict[str, int], dict[str, Any]]] = [
     (2, "mixtral", {"zero": 2}, {}),
@@ -142,6 +148,10 @@ MORE: list[tuple[int, str, dict[str, int], dict[str, Any]]] = [
     (4, "mixtral", {"zero": 3}, {"dp_replicate": 2}),
     (4, "qwen2_moe", {"pp": 2, "tp": 2}, {"recompute": "selective"}),
     (4, "mixtral", {"cp": 2, "tp": 2}, {}),
+]
+SPARE: list[tuple[int, str, dict[str, int], dict[str, Any]]] = [
+    (4, "everywhere", {"dp": 4, "ep": 2, "zero": 1}, {"spare_slots": 1}),
+    (8, "odd", {"dp": 8, "ep": 2, "zero": 3}, {"spare_slots": 1}),  # ZeRO deals the slots
 ]
 
 
@@ -172,4 +182,11 @@ def test_traffic_equals_what_is_counted() -> None:
 @pytest.mark.timeout(600)
 def test_traffic_equals_what_is_counted_in_more_layouts() -> None:
     wrong = differences(MORE)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+def test_traffic_with_spare_slots() -> None:
+    """Sums over replicas, where ZeRO splits within them and where it deals the slots."""
+    wrong = differences(SPARE)
     assert not wrong, "\n".join(wrong)

@@ -70,6 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dp-replicate", type=int, default=1, metavar="N", help="replicas of ZeRO's shards (HSDP)"
     )
     parser.add_argument(
+        "--spare-slots",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of each rank of ep, for replicas of hot experts",
+    )
+    parser.add_argument(
         "--offload", action="store_true", help="what ZeRO shards rests in host memory"
     )
     parser.add_argument(
@@ -100,6 +107,7 @@ def run(options: argparse.Namespace) -> int:
         cp_kind=options.cp_kind,
         dp_replicate=options.dp_replicate,
         offload=options.offload,
+        spare_slots=options.spare_slots,
         lora_rank=options.lora_rank,
         lora_base=options.lora_base,
         skew=options.skew,
@@ -254,6 +262,8 @@ def _yaml(candidate: Candidate, job: Job) -> str:
         runtime["cp_kind"] = job.cp_kind
     if job.dp_replicate > 1:
         runtime["dp_replicate"] = job.dp_replicate
+    if job.spare_slots and candidate.layout.ep > 1:
+        runtime["spare_slots"] = job.spare_slots
     if job.offload:
         runtime["offload"] = "true"
     if job.mode == "full" and job.master_bytes == 2:

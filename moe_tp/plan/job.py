@@ -59,6 +59,7 @@ class Job:
         cp_kind: attention exchange over cp.
         compute_bytes: of an element of activations and compute copies.
         master_bytes: of a trained parameter at rest; its gradient takes as many.
+        spare_slots: of each rank of ep beyond its share of the experts, for replicas of hot ones.
         lora_rank: of adapters on attention and experts; adapters are fp32.
         lora_base: what the experts' frozen weights are kept in: `loaded` (bf16), `int8` or `int4`.
         loss_chunk: tokens whose logits are held at a time.
@@ -83,6 +84,7 @@ class Job:
     offload: bool = False
     dp_replicate: int = 1
     cp_kind: ContextKind = "ulysses"
+    spare_slots: int = 0
     compute_bytes: int = 2
     master_bytes: int = 4
     lora_rank: int = 16
@@ -102,6 +104,8 @@ class Job:
         for name in ("seq_len", "global_batch", "micro_batch", "lora_rank", "loss_chunk"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.spare_slots < 0:
+            raise ConfigError(f"spare_slots={self.spare_slots} must be at least 0")
         for name in ("skew", "layer_skew"):
             value = getattr(self, name)
             if value is not None and not value >= 1.0:
@@ -116,6 +120,7 @@ class Job:
             cp_kind=self.cp_kind,
             offload=self.offload,
             dp_replicate=self.dp_replicate,
+            spare_slots=self.spare_slots,
         )
 
     def micro_batches(self, layout: ParallelLayout) -> int:

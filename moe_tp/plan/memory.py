@@ -189,7 +189,7 @@ class Planner:
         """Return the parameters of one part on one rank before ZeRO."""
         key = (kind, layout.tp, layout.ep, layout.etp, layout.pp > 1)
         if key not in self._pieces:
-            self._pieces[key] = pieces(self.config, kind, layout)
+            self._pieces[key] = pieces(self.config, kind, layout, self.job.spare_slots)
         return self._pieces[key]
 
     def units(self, kind: Kind, layout: ParallelLayout) -> list[tuple[Domain, int]]:
@@ -201,6 +201,14 @@ class Planner:
                 found[piece.domain] += piece.size if piece.zero_sharded else 0
             self._units[key] = list(found.items())
         return self._units[key]
+
+    def replica_sums(self, kind: Kind, layout: ParallelLayout) -> list[tuple[tuple[str, ...], int]]:
+        """Return axes and elements of each sum over replicas of one part's experts."""
+        if not self.job.spare_slots or kind != "moe":
+            return []
+        found, replicas = self.pieces(kind, layout), zero_ranks(layout, self.job)["expert"]
+        trained = found if self.job.mode == "full" else adapters(found, self.job.lora_rank)
+        return [p.replica_sums(replicas) for p in trained if p.several and p.trained]
 
     def rows(self, ep: int) -> float:
         """Return distinct (token, rank) rows of a token, see `rows_per_token`."""
@@ -334,7 +342,7 @@ class Planner:
         return kept
 
     def _settle(self, layout: ParallelLayout, stage: Stage) -> float:
-        """Return bytes of the largest flat buffer of gradients, before and after its sum."""
+        """Return bytes of the largest buffer of gradients, before and after its sum."""
         sizes = axis_sizes(layout)
         owed: dict[tuple[str, ...], int] = {}
         largest = 0
@@ -344,7 +352,8 @@ class Planner:
                 owed[axes] = owed.get(axes, 0) + count * size
         most = max(_BUCKET_BYTES, largest)
         flat = [size for axes, size in owed.items() if any(sizes[axis] > 1 for axis in axes)]
-        return 2.0 * min(most, max(flat, default=0))
+        sums = [4 * n for kind, _ in stage.kinds() for _, n in self.replica_sums(kind, layout)]
+        return 2.0 * max(min(most, max(flat, default=0)), max(sums, default=0))
 
     def _update(self, held: list[tuple[Holding, Kind, int]]) -> float:
         """Return what the optimiser holds besides its states."""

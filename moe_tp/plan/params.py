@@ -9,7 +9,7 @@ A piece is what is left of one parameter after the model axes; ZeRO then splits 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe_tp.experts.quantized import blocks_of, bytes_of
@@ -18,6 +18,7 @@ from moe_tp.models.counts import attention_params, expert_params
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.parallel.mesh import Domain
 from moe_tp.plan.job import MOMENT_BYTES, Job
+from moe_tp.routing.table import first_table
 
 _SMALL, _BLOCK = 4096, 256  # elements of train/adamw.py: fewer, or no multiple, keep fp32 moments
 
@@ -39,6 +40,7 @@ class Piece:
         copies: pipeline ranks that hold it.
         inputs: a model axis splits its input width rather than its outputs.
         factor: it is one of an adapter's.
+        several: experts of it that lie in several slots, of this rank or of others.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +53,7 @@ class Piece:
     copies: int = 1
     inputs: bool = False
     factor: bool = False
+    several: int = 0
 
     @property
     def size(self) -> int:
@@ -78,19 +81,38 @@ class Piece:
         """Return the elements after ZeRO over `replicas`, as `parallel.zero` splits."""
         if replicas == 1 or not self.zero_sharded:
             return self.size
-        even = [dim for dim, n in enumerate(self.shape) if n % replicas == 0]
-        free = [dim for dim in even if dim not in self.split]
-        dim = (free or even or [0])[0]
+        dim = self.zero_dim(replicas)
         return self.size // self.shape[dim] * -(-self.shape[dim] // replicas)
 
+    def zero_dim(self, replicas: int) -> int:
+        """Return the dimension that ZeRO splits over `replicas`."""
+        even = [dim for dim, n in enumerate(self.shape) if n % replicas == 0]
+        free = [dim for dim in even if dim not in self.split]
+        return (free or even or [0])[0]
 
-def pieces(config: ModelConfig, kind: Kind, layout: ParallelLayout) -> list[Piece]:
+    def replica_sums(self, replicas: int) -> tuple[tuple[str, ...], int]:
+        """Return the axes and elements of the sum over replicas, as `parallel.replicas` takes it.
+
+        Args:
+            replicas: over which ZeRO splits; it splits the sum too, unless it deals the slots.
+        """
+        if replicas == 1 or not self.zero_sharded:
+            return ("ep",), self.several * self.size // self.shape[0]
+        if self.zero_dim(replicas) == 0:
+            return ("ep", "edp"), self.several * self.size // self.shape[0]
+        return ("ep",), self.several * self.at_rest(replicas) // self.shape[0]
+
+
+def pieces(
+    config: ModelConfig, kind: Kind, layout: ParallelLayout, spare_slots: int = 0
+) -> list[Piece]:
     """Return the parameters of one layer, of the embedding, or of final norm and head.
 
     Args:
         config: the model.
         kind: a layer with a dense MLP or with experts, or an end of the model.
         layout: its tp, ep, etp and pp count.
+        spare_slots: for replicas of experts.
     """
     dim, tp = config.dim, layout.tp
     words = -(-config.vocab_size // tp)
@@ -107,7 +129,7 @@ def pieces(config: ModelConfig, kind: Kind, layout: ParallelLayout) -> list[Piec
     found = [norm, *_attention(config, tp), norm]
     if kind == "dense":
         return found + _mlp(dim, config.dense_dim, tp)
-    return found + _experts(config, layout)
+    return found + _experts(config, layout, spare_slots)
 
 
 def _attention(config: ModelConfig, tp: int) -> list[Piece]:
@@ -170,10 +192,12 @@ def _mlp(dim: int, hidden: int, tp: int) -> list[Piece]:
     return [up, up, Piece((dim, hidden // tp), split=(1,))]
 
 
-def _experts(config: ModelConfig, layout: ParallelLayout) -> list[Piece]:
+def _experts(config: ModelConfig, layout: ParallelLayout, spare_slots: int) -> list[Piece]:
     dim, moe, tp = config.dim, config.moe, layout.tp
     router = moe.router
-    slots = -(-router.num_experts // layout.ep)  # as ExpertTable pads
+    # the first table replicates as many experts as any later one
+    table = first_table(router.num_experts, layout.ep, spare_slots)
+    slots, several = table.slots_per_rank, sum(len(held) > 1 for held in table.replicas)
     hidden = moe.expert_dim // layout.etp
     routed = Piece((router.num_experts, dim), partial=True, fp32=True, trained=not router.frozen)
     found = [routed]
@@ -192,6 +216,7 @@ def _experts(config: ModelConfig, layout: ParallelLayout) -> list[Piece]:
             Piece((slots, 2, hidden), "expert", (0, 2)),
             Piece((slots, dim), "expert", (0,), partial=True),
         ]
+    found = [replace(p, several=several) if p.domain == "expert" else p for p in found]
     if moe.shared_dim:
         found += _mlp(dim, moe.shared_dim, tp)
         if moe.shared_gate:
@@ -252,6 +277,7 @@ def adapters(found: list[Piece], rank: int) -> list[Piece]:
                     partial=not split,
                     fp32=True,
                     factor=True,
+                    several=piece.several,
                 )
             )
     return made
@@ -276,7 +302,7 @@ def hold(config: ModelConfig, kind: Kind, layout: ParallelLayout, job: Job) -> H
         job: the run.
     """
     replicas, full = zero_ranks(layout, job), job.mode == "full"
-    found = pieces(config, kind, layout)
+    found = pieces(config, kind, layout, job.spare_slots)
     added = [] if full else adapters(found, job.lora_rank)
     trained = [p for p in found if p.trained] if full else added
     split = [p for p in found if p.zero_sharded] if layout.zero else []

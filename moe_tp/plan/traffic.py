@@ -330,6 +330,11 @@ def _settle(planner: Planner, layout: ParallelLayout, stage: Stage, total: _Sum)
                 calls = -(-size // (64 << 20))
                 sent = reduced(size, sizes[axis])
                 total.add(axis, "all_reduce", "forward", sent, calls, once=True)
+    for kind, count in stage.kinds():
+        for axes, elements in planner.replica_sums(kind, layout):
+            for axis in axes:
+                sent = reduced(4 * elements, sizes[axis]) * count
+                total.add(axis, "all_reduce", "forward", sent, count, once=True)
 
 
 def by_axis(flows: list[Flow]) -> dict[str, float]:
