@@ -25,6 +25,8 @@ from moe_tp.routing.select import select_top_k
 
 __all__ = ["route"]
 
+_CHECKED = "_moe_tp_table_checked"  # on a table of experts: its version when it was looked through
+
 
 def route(
     logits_TE: Tensor,
@@ -60,7 +62,8 @@ def route(
         uniform_TE: draws in [0, 1) in place of the generator's, the same in every layout.
         noise_logits_TE: logits of a learnt noise scale, see `add_noise`.
         kept_E: bool, the experts that take part, in place of a draw for `expert_dropout`.
-        table_VK: int64, the experts of each vocabulary id, for `kind="hash"`.
+        table_VK: int64, the experts of each vocabulary id, for `kind="hash"`; looked through once,
+            and again after it was written to.
         replay_TK: int64, recorded choices to use again; weights come from these logits.
         placed_TK: int64, the part of `replay_TK` that found a place; None: capacity decides again.
         layer, rank: named in the error.
@@ -77,7 +80,7 @@ def route(
         if check:
             _refuse_bad_rows(logits_TE, config, bias_E, replay_TK, layer, rank)
             if config.kind == "hash" and replay_TK is None:
-                _refuse_bad_table(token_ids_T, table_VK, mask_T, config)
+                _refuse_bad_ids(token_ids_T, table_VK, mask_T, config)
         if config.function is not None and replay_TK is None:
             return _call_function(logits_TE, config, bias_E, mask_T, token_ids_T, generator)
         steered_TE = _steer(logits_TE, config, generator, uniform_TE, noise_logits_TE, kept_E)
@@ -270,10 +273,10 @@ def _refuse_bad_rows(
     )
 
 
-def _refuse_bad_table(
+def _refuse_bad_ids(
     token_ids_T: Tensor | None, table_VK: Tensor | None, mask_T: Tensor | None, config: RouterConfig
 ) -> None:
-    """Raise if a real token has no row in the table, or a row an expert that does not exist."""
+    """Raise if a real token has no row in the table, or the table is none for this router."""
     if token_ids_T is None or table_VK is None or table_VK.device.type == "meta":
         return
     ids_T = token_ids_T if mask_T is None else token_ids_T[mask_T]
@@ -288,9 +291,19 @@ def _refuse_bad_table(
             f"kind='hash': token id {int(ids_T[outside_T][0])} has no row in table_VK of "
             f"{table_VK.shape[0]} rows; mask padding, or pass a table for the whole vocabulary"
         )
-    bad_VK = (table_VK < -1) | (table_VK >= config.num_experts)
+    _refuse_bad_table(table_VK, config.num_experts)
+
+
+def _refuse_bad_table(table_VK: Tensor, num_experts: int) -> None:
+    """Raise if a row names an expert that does not exist; the table of before is not read again."""
+    # inference tensors have no version: they may have been written to
+    seen = None if table_VK.is_inference() else (table_VK._version, num_experts)
+    if seen is not None and getattr(table_VK, _CHECKED, None) == seen:
+        return
+    bad_VK = (table_VK < -1) | (table_VK >= num_experts)
     if bool(bad_VK.any()):
         raise RoutingError(
             f"kind='hash': table_VK names expert {int(table_VK[bad_VK][0])}, and num_experts="
-            f"{config.num_experts}"
+            f"{num_experts}"
         )
+    setattr(table_VK, _CHECKED, seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_tp import log
 from moe_tp.errors import ConfigError, RoutingError
@@ -381,3 +383,32 @@ def test_a_table_of_experts_is_checked() -> None:
         route(logits, config, token_ids_T=torch.tensor([0, 1, 1]), table_VK=table + 96)
     with pytest.raises(ConfigError, match="does not fit top_k=2"):
         route(logits, config, token_ids_T=torch.tensor([0, 1, 1]), table_VK=table[:, :1])
+
+
+def test_a_table_of_experts_is_looked_through_once() -> None:
+    """R6, R7: and again where it was written to, or serves fewer experts."""
+    config, table = config_of("hash"), torch.tensor([[0, 1], [1, 2], [2, 3]])
+    logits, ids = torch.randn(3, config.num_experts), torch.tensor([0, 1, 1])
+    seen = []
+
+    class Compared(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            seen.extend(arg for arg in args if arg is table and "lt" in str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Compared():
+        for _ in range(3):
+            route(logits, config, token_ids_T=ids, table_VK=table)
+    assert len(seen) == 1
+    few = dataclasses.replace(config, num_experts=3)
+    with pytest.raises(RoutingError, match="names expert 3"):
+        route(logits[:, :3], few, token_ids_T=ids, table_VK=table)
+    table[2, 0] = config.num_experts
+    with pytest.raises(RoutingError, match=f"names expert {config.num_experts}"):
+        route(logits, config, token_ids_T=ids, table_VK=table)
+    with torch.inference_mode():
+        table = torch.tensor([[0, 1], [1, 2], [2, 3]])
+        route(logits, config, token_ids_T=ids, table_VK=table)
+        table[2, 0] = -2
+        with pytest.raises(RoutingError, match="names expert -2"):
+            route(logits, config, token_ids_T=ids, table_VK=table)
