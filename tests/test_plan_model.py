@@ -57,7 +57,9 @@ def built_elements(
     return found
 
 
-@pytest.mark.parametrize(("world", "spare_slots"), [(2, 0), (2, 1), (4, 0)])
+@pytest.mark.parametrize(
+    ("world", "spare_slots"), [(2, 0), (4, 0), (2, 1)], ids=["2", "4", "2-spare"]
+)
 def test_elements_per_rank_equal_the_built_model(world: int, spare_slots: int) -> None:
     args = (FAMILIES[world], LAYOUTS[world], spare_slots)
     results = run_ranks(built_elements, world, *args, timeout=120.0)
