@@ -156,8 +156,10 @@ def test_another_layout_goes_on_with_the_same_losses(
         assert np.allclose(found, expected, rtol=0, atol=1e-9), (found, expected)
 
 
-def stop_after(tree: dict[str, Any], steps: int) -> dict[str, Any]:
-    """A run that gets SIGTERM while it does a step."""
+def stop_after(
+    tree: dict[str, Any], steps: int, signals: tuple[int, ...] = (signal.SIGTERM,)
+) -> dict[str, Any]:
+    """A run that gets signals while it does a step."""
     training = Run(*make_run(tree), quiet=True)
     step = training.train_step
 
@@ -166,7 +168,8 @@ def stop_after(tree: dict[str, Any], steps: int) -> dict[str, Any]:
             training.step == steps - 1
             and training.mesh.rank == training.mesh.group("world").size - 1
         ):
-            os.kill(os.getpid(), signal.SIGTERM)
+            for number in signals:
+                os.kill(os.getpid(), number)
         return step()
 
     training.train_step = train_step  # type: ignore[method-assign]
@@ -183,6 +186,19 @@ def test_sigterm_saves_at_the_end_of_the_step(root: Path, whole_runs: dict[str, 
     assert signal.getsignal(signal.SIGTERM) is before
     run(tree, resume=True)
     assert curve(root / "sigterm") == curve(whole_runs["mixtral"])
+
+
+def test_a_second_signal_breaks_no_save(root: Path) -> None:
+    """K4: Ctrl-C saves as SIGTERM does, more SIGTERMs change nothing, a second Ctrl-C ends it."""
+    before = signal.getsignal(signal.SIGINT)
+    term, ctrl_c = signal.SIGTERM, signal.SIGINT
+    result = stop_after(settings(root, "signals", save_every=0), 2, (ctrl_c, term, term))
+    assert (result["steps"], result["final"]) == (2, None)
+    assert [path.name for path in list_states(root / "signals")] == ["checkpoint-2"]
+    with pytest.raises(KeyboardInterrupt):
+        stop_after(settings(root, "at-once", save_every=0), 2, (ctrl_c, ctrl_c))
+    assert list_states(root / "at-once") == []
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def tiny(layout: dict[str, int], experts: int, seed: int) -> tuple[Decoder, torch.optim.AdamW]:

@@ -107,6 +107,38 @@ def test_ranks_have_time_to_save_after_sigterm(tmp_path: Path, grace: float, sav
     assert (launcher.returncode == 0, out) == (saved == 2, b"saved\n" if saved else b"")
 
 
+@pytest.mark.parametrize(
+    ("signals", "saved"),
+    [
+        ((signal.SIGTERM, signal.SIGTERM), 2),
+        ((signal.SIGINT,), 2),
+        ((signal.SIGINT, signal.SIGINT), 0),
+    ],
+    ids=["term-term", "int", "int-int"],
+)
+def test_a_second_signal_and_ctrl_c(
+    tmp_path: Path, signals: tuple[signal.Signals, ...], saved: int
+) -> None:
+    """K4: a second SIGTERM breaks no save; Ctrl-C reaches the ranks too, and the second one ends
+    them at once."""
+    code = "import sys; from moe_tp.cli.launcher import launch; sys.exit(launch(['probe', 'save', "
+    code += f"'--pids', {str(tmp_path)!r}], 2, debug=False, program=[{PROBE!r}]))"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, start_new_session=True
+    )
+    _wait(lambda: len(list(tmp_path.iterdir())) == 2 and all(_pids(tmp_path)), 60)
+    for how in signals:
+        if how == signal.SIGINT:
+            os.killpg(launcher.pid, how)  # as a terminal does
+        else:
+            launcher.send_signal(how)
+        time.sleep(0.5)
+    launcher.communicate(timeout=20)
+    assert len(list(tmp_path.glob("saved-*"))) == saved
+    assert (launcher.returncode == 0) == (saved == 2)
+    _wait(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in _pids(tmp_path)), 10)
+
+
 def test_torchrun_starts_the_ranks_and_hears_the_cause(tmp_path: Path) -> None:
     """F1: every line of moe-tp names the rank that failed first."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

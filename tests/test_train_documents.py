@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +275,57 @@ def test_names_in_capitals_and_lines_in_json(folder: Path) -> None:
     (folder.parent / "many").mkdir()
     (folder.parent / "many" / "D.TXT").write_text("x")
     assert [path.name for path in list_files([folder.parent / "many"])] == ["D.TXT"]
+
+
+@pytest.mark.parametrize("opened", [gzip.open, bz2.open, lzma.open])
+def test_compressed_files(folder: Path, opened: Callable[..., Any]) -> None:
+    """The records of the file inside; what is cut off or no such file is said in one sentence."""
+    ending = {gzip.open: ".gz", bz2.open: ".bz2", lzma.open: ".xz"}[opened]
+    texts = {
+        "a.jsonl": '{"text": "one"}\n{"text": "two"}\n',
+        "b.json": '[{"text": "one"}, {"text": "two"}]',
+        "c.csv": "text\none\ntwo\n",
+    }
+    for name, text in texts.items():
+        path = folder.parent / f"{name}{ending}"
+        with opened(path, "wt") as file:
+            file.write(text)
+        config = DataConfig(train=(str(path),))
+        read = list(read_documents(config, config.train, str(folder), 128))
+        assert [show(document)[0] for document in read] == ["one$", "two$"]
+    assert len(list_files([folder.parent / f"*{ending}"])) == 3
+    path = folder.parent / f"a.jsonl{ending}"
+    whole = path.read_bytes()
+    for damaged in (whole[:-9], b'{"text": "plain"}'):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=f"a.jsonl{ending} cannot be read: "):
+            list(read_documents(config, [str(path)], str(folder), 128))
+    (folder.parent / f"x.parquet{ending}").write_bytes(whole)
+    with pytest.raises(DataError, match="no data file that can be read"):
+        list_files([folder.parent / f"x.parquet{ending}"])
+
+
+def test_globs(folder: Path) -> None:
+    """As of a shell, in a fixed order; a file of that very name is that file."""
+    data = folder.parent / "globbed"
+    for name in ("b/2.jsonl", "b/1.jsonl", "a.jsonl", "notes.md", "c/d/3.jsonl"):
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        (data / name).write_text("x")
+
+    def found(*patterns: str) -> list[str]:
+        paths = list_files([data / pattern for pattern in patterns])
+        return [str(path.relative_to(data)) for path in paths]
+
+    assert found("*.jsonl") == ["a.jsonl"]
+    assert found("b/[12].jsonl", "a.jsonl") == ["b/1.jsonl", "b/2.jsonl", "a.jsonl"]
+    assert found("**/*.jsonl") == ["a.jsonl", "b/1.jsonl", "b/2.jsonl", "c/d/3.jsonl"]
+    assert found("?") == ["b/1.jsonl", "b/2.jsonl", "c/d/3.jsonl"]
+    assert found("*") == ["a.jsonl", "b/1.jsonl", "b/2.jsonl", "c/d/3.jsonl"]
+    assert found("**") == found("*")
+    (data / "[12].jsonl").write_text("x")
+    assert found("[12].jsonl") == ["[12].jsonl"]
+    with pytest.raises(DataError, match=r"\*\.csv fits no data file; it can fit \.txt"):
+        found("*.csv")
 
 
 def test_a_text_that_begins_twice(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

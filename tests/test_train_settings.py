@@ -11,6 +11,7 @@ import yaml
 from settings_table import PAGE, SECTIONS, documented, written
 
 from moe_tp.errors import ConfigError
+from moe_tp.train.checks import warn_of_settings
 from moe_tp.train.config import DataConfig, FinetuneConfig, TrainConfig
 from moe_tp.train.settings import from_mapping, load_config, to_yaml
 
@@ -100,6 +101,7 @@ def test_none_stands_for_none(path: Path) -> None:
         ("train.decay_steps=-3", "train.decay_steps=-3 must be at least 0"),
         ("train.eps=0", "train.eps=0.0 divides 0 by 0"),
         ("train.max_shard_size=big", "train.max_shard_size='big' is no size"),
+        ("train={steps: 2, global_batch: 2, global_batch_tokens: 8192}", "give one of them"),
         ("seed=-1", "seed=-1 must lie in [0, 2**63)"),
         ("seed=18446744073709551616", "must lie in [0, 2**63)"),
         ("train.lr", "is no setting; write key.sub=value"),
@@ -166,3 +168,15 @@ def test_a_global_batch_must_be_filled() -> None:
     assert (config.accumulation(1), config.accumulation(3)) == (6, 2)
     with pytest.raises(ConfigError, match="choose a multiple of 8"):
         config.accumulation(4)
+
+
+def test_held_out_data_that_is_learned_from(
+    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By whatever names the two settings give the file."""
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("x")
+    for held_out, said in (("b.txt", False), ("a.txt", True)):
+        words = [f"data.train={tmp_path}/a*", f"data.eval={tmp_path}/../{tmp_path.name}/{held_out}"]
+        warn_of_settings(load_config(path, words), 100)
+        assert (f"{held_out} is in data.train too" in caplog.text) == said

@@ -40,14 +40,15 @@ def launch(
     """Return the exit code of the run: the largest of the ranks', or that of the first failure.
 
     Rank 0 has this process's stdout and stderr; the others' stdout is dropped, and their stderr
-    shown with `debug`, or in part where a rank dies without a word. SIGTERM is handed on to the
-    ranks, which may save and leave by themselves; a second one ends them at once.
+    shown with `debug`, or in part where a rank dies without a word. SIGTERM, or a first SIGINT, is
+    handed on to the ranks as SIGTERM, and they may save and leave by themselves. A second SIGTERM
+    changes nothing, so that it breaks no save; a second SIGINT ends them at once.
 
     Args:
         words: the command line after the program's name.
         nproc: number of ranks.
         debug: show tracebacks.
-        grace: seconds that the ranks have to leave after a SIGTERM.
+        grace: seconds that the ranks have to leave after such a signal.
         program: what the interpreter runs in each rank, before `words`.
     """
     command = [sys.executable, *program, *words]
@@ -56,9 +57,10 @@ def launch(
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             with _stop_flag() as told_to_stop:
-                ranks += [
-                    _start(command, rank, nproc, folder, pipe, debug) for rank in range(nproc)
-                ]
+                with _sigint_blocked():
+                    ranks += [
+                        _start(command, rank, nproc, folder, pipe, debug) for rank in range(nproc)
+                    ]
                 failure = _watch(ranks, folder, told_to_stop, grace)
         finally:
             _end(ranks)
@@ -105,11 +107,11 @@ def _watch(
     """Return the first cause of failure as soon as it is known, or None when all ranks are done.
 
     Raises:
-        KeyboardInterrupt: SIGTERM came and not all ranks left by themselves.
+        KeyboardInterrupt: a signal came and not all ranks left by themselves.
     """
     deaths: dict[int, Failure] = {}
     first_seen: float | None = None
-    end: float | None = None  # of the time that a SIGTERM leaves to the ranks
+    end: float | None = None  # of the time that a signal leaves to the ranks
     while True:
         codes = [rank.poll() for rank in ranks]
         if end is None and told_to_stop():
@@ -199,16 +201,30 @@ def _parent_pipe() -> Iterator[int]:
 
 @contextlib.contextmanager
 def _stop_flag() -> Iterator[Callable[[], bool]]:
-    """Yield whether SIGTERM has come; a second one is a KeyboardInterrupt."""
+    """Yield whether SIGTERM or SIGINT has come; a second SIGINT is a KeyboardInterrupt."""
     came: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        if len(came) > 1:
+        if number == signal.SIGINT and number in came:
             raise KeyboardInterrupt
+        came.append(number)
 
-    before = signal.signal(signal.SIGTERM, note)
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield lambda: bool(came)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Have SIGINT wait here and in the processes started meanwhile, there for good.
+
+    A terminal sends it to all of them; this process alone answers it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

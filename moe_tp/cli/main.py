@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with shown(place):
             return _run_on_ranks(options, place)
     except KeyboardInterrupt:
+        if place is None or place.run_folder is None:
+            print("moe-tp: stopped by a signal", file=sys.stderr)
         return 130
     except Exception as error:  # noqa: BLE001 - the outermost frame, which shows every error
         _show(error, place, debug=options.debug)

@@ -63,7 +63,7 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=GRACE_S,
         metavar="SECONDS",
-        help="time that the ranks of --nproc have to save and leave after SIGTERM (60)",
+        help="time that the ranks of --nproc have to save and leave after a signal (60)",
     )
     group.add_argument(
         "--device",

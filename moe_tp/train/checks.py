@@ -12,6 +12,7 @@ import torch
 from moe_tp.errors import ConfigError
 from moe_tp.log import get_logger
 from moe_tp.train.config import FinetuneConfig, TrainConfig
+from moe_tp.train.files import list_files
 from moe_tp.train.rows import Rows
 
 _log = get_logger(__name__)
@@ -71,7 +72,7 @@ def steps_of(train: TrainConfig, rows: Rows | None) -> int:
         return train.steps
     assert train.epochs is not None
     assert rows is not None
-    return max(1, math.ceil(train.epochs * len(rows) / train.global_batch))
+    return max(1, math.ceil(train.epochs * len(rows) / train.rows_a_step))
 
 
 def warn_of_settings(config: FinetuneConfig, steps: int) -> None:
@@ -91,6 +92,14 @@ def warn_of_settings(config: FinetuneConfig, steps: int) -> None:
         )
     if train.eval_every and not config.data.eval:
         _log.warning("train.eval_every=%d evaluates nothing without data.eval", train.eval_every)
+    learned = {path.resolve() for path in list_files(config.data.train)}
+    both = [path for path in list_files(config.data.eval) if path.resolve() in learned]
+    if both:
+        _log.warning(
+            "data.eval: %s is in data.train too, so that the held-out loss is not that of data "
+            "the run has not seen",
+            both[0],
+        )
     if train.decay_steps is not None and train.schedule != "wsd":
         _log.warning(
             "train.decay_steps=%d is of schedule wsd and does nothing with %s",

@@ -25,6 +25,7 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 Moments = Literal["float32", "bfloat16", "8bit"]
 Kernel = Literal["auto", "loop", "foreach", "fused"]
 
+_ROWS_A_STEP = 8  # where neither global_batch nor global_batch_tokens is given
 _AT_LEAST_1 = (
     "micro_batch", "global_batch", "keep", "load_every", "max_bad_steps", "sample_tokens"
 )  # fmt: skip
@@ -43,7 +44,8 @@ class DataConfig:
     """What is learned from.
 
     Args:
-        train: files or folders of them: .txt, .jsonl, .json, .csv, .parquet, and folders that
+        train: files, folders of them, or globs (`data/part-*.jsonl`, `data/**/*.txt`): .txt,
+            .jsonl, .json, .csv, each also as .gz, .bz2 or .xz, .parquet, and folders that
             `datasets` has saved.
         eval: likewise, held out; none: no evaluation.
         format: of a record. `text`: {text}; `messages`: {messages: [{role, content}]}; `prompt`:
@@ -97,7 +99,8 @@ class TrainConfig:
         epochs: passes over the data, where `steps` is none.
         micro_batch: rows a data-parallel rank computes at a time.
         global_batch: rows of an optimiser step over all ranks; a multiple of micro_batch x dp.
-        global_batch_tokens: the same in tokens, a multiple of data.seq_len; none: global_batch.
+            None: what global_batch_tokens makes, or 8.
+        global_batch_tokens: the same in tokens, a multiple of data.seq_len, instead of it.
         optimizer: `adamw`; `muon` for matrices of hidden layers (each expert's by itself), with
             AdamW for embeddings, head, norms and routers; `sgd` with momentum.
         moments: what AdamW's moments and Muon's momentum are kept in: `float32`; `bfloat16`, with
@@ -135,7 +138,7 @@ class TrainConfig:
         sample_every: steps between them; 0: only after the last step.
         sample_tokens: new tokens of each at most.
         eval_every: steps between evaluations; 0: only after the last step.
-        save_every: steps between checkpoints; 0: none, except on SIGTERM.
+        save_every: steps between checkpoints; 0: none, except when told to stop.
         keep: newest checkpoints that are kept.
         keep_best: checkpoints kept beside them: those with the smallest held-out loss among the
             ones of steps that were evaluated.
@@ -156,7 +159,7 @@ class TrainConfig:
     steps: int | None = None
     epochs: float | None = None
     micro_batch: int = 1
-    global_batch: int = 8
+    global_batch: int | None = None
     global_batch_tokens: int | None = None
     optimizer: OptimizerName = "adamw"
     moments: Moments = "float32"
@@ -201,7 +204,8 @@ class TrainConfig:
                 f"train.steps={self.steps} and train.epochs={self.epochs}: give exactly one of them"
             )
         for name in _AT_LEAST_1:
-            _at_least(f"train.{name}", getattr(self, name), 1)
+            value = getattr(self, name)
+            _at_least(f"train.{name}", 1 if value is None else value, 1)
         for name in _AT_LEAST_0:
             _at_least(f"train.{name}", getattr(self, name) or 0, 0)
         if self.steps is not None:
@@ -250,13 +254,18 @@ class TrainConfig:
         Raises:
             ConfigError: they do not fill the global batch exactly.
         """
-        at_once = self.micro_batch * dp
-        if self.global_batch % at_once:
+        at_once, rows = self.micro_batch * dp, self.rows_a_step
+        if rows % at_once:
             raise ConfigError(
-                f"train.global_batch={self.global_batch} is no multiple of micro_batch x dp = "
+                f"train.global_batch={rows} is no multiple of micro_batch x dp = "
                 f"{self.micro_batch} x {dp}; choose a multiple of {at_once}, or another micro_batch"
             )
-        return self.global_batch // at_once
+        return rows // at_once
+
+    @property
+    def rows_a_step(self) -> int:
+        """Rows of an optimiser step over all ranks."""
+        return _ROWS_A_STEP if self.global_batch is None else self.global_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,19 +314,25 @@ class FinetuneConfig:
                 f"train.probe_tokens={self.train.probe_tokens} takes its tokens from data.eval "
                 f"where data.streaming is on; give data.eval"
             )
-        if self.train.global_batch_tokens is not None:
-            object.__setattr__(self, "train", self._train_with_batch())
+        object.__setattr__(self, "train", self._train_with_batch())
 
     def _train_with_batch(self) -> TrainConfig:
-        """Return the training settings with the global batch that its tokens make."""
+        """Return the training settings with the global batch in rows."""
         tokens, length = self.train.global_batch_tokens, self.data.seq_len
-        assert tokens is not None
+        if tokens is None:
+            return replace(self.train, global_batch=self.train.rows_a_step)
         if tokens < length or tokens % length:
             raise ConfigError(
                 f"train.global_batch_tokens={tokens} is no multiple of data.seq_len={length}; "
                 f"choose {max(1, round(tokens / length)) * length}"
             )
-        return replace(self.train, global_batch=tokens // length)
+        rows = tokens // length
+        if self.train.global_batch not in (None, rows):
+            raise ConfigError(
+                f"train.global_batch={self.train.global_batch} and global_batch_tokens={tokens}, "
+                f"which are {rows} rows of data.seq_len={length}: give one of them"
+            )
+        return replace(self.train, global_batch=rows)
 
 
 def _at_least(name: str, value: int, low: int) -> None:

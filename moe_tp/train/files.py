@@ -1,15 +1,24 @@
-"""Records from data files: .txt, .jsonl, .json, .csv, .parquet, .arrow, or a folder of them."""
+"""Records from data files: .txt, .jsonl, .json, .csv, .parquet, .arrow, or a folder of them.
+
+Files of text may be compressed (.jsonl.gz); they are decompressed as they are read.
+"""
 
 from __future__ import annotations
 
+import bz2
 import csv
+import glob
+import gzip
 import io
 import json
+import lzma
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from moe_tp.errors import DataError
 
@@ -32,32 +41,56 @@ class Record:
 def list_files(names: Sequence[str | Path]) -> list[Path]:
     """Return data files in a fixed order; a folder stands for the data files below it.
 
+    A name with `*`, `?` or `[` that no file has is a glob, and stands for the data files, and
+    those below the folders, that it fits; `**` goes down any number of folders.
+
     Raises:
-        DataError: one does not exist, is of no known kind, or a folder holds none.
+        DataError: one does not exist, is of no known kind, or a folder or a glob holds none.
     """
     found: list[Path] = []
     for name in names:
         path = Path(name)
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if _kind(p) in _READERS and p.is_file())
-            # A folder that `datasets` has saved holds JSON about itself beside its data.
-            saved = {p.parent for p in inside if _kind(p) == ".arrow"}
-            inside = [
-                p
-                for p in inside
-                if p.name != "dataset_dict.json"
-                and not (p.parent in saved and p.name in ("state.json", "dataset_info.json"))
-            ]
+            inside = _inside(path)
             if not inside:
                 raise DataError(f"{path} holds no data file; it can hold {_kinds()}")
             found += inside
-        elif not path.is_file():
-            raise DataError(f"{path} does not exist; check the paths in data.train and data.eval")
-        elif _kind(path) not in _READERS:
-            raise DataError(f"{path} is no data file that can be read; it can be {_kinds()}")
-        else:
+        elif path.is_file():
+            if _kind(path) not in _READERS:
+                raise DataError(f"{path} is no data file that can be read; it can be {_kinds()}")
             found.append(path)
+        elif glob.has_magic(str(name)):
+            found += _fitting(str(name))
+        else:
+            raise DataError(f"{path} does not exist; check the paths in data.train and data.eval")
     return found
+
+
+def _inside(folder: Path) -> list[Path]:
+    """Return the data files below a folder."""
+    inside = sorted(p for p in folder.rglob("*") if _kind(p) in _READERS and p.is_file())
+    # A folder that `datasets` has saved holds JSON about itself beside its data.
+    saved = {p.parent for p in inside if _kind(p) == ".arrow"}
+    return [
+        p
+        for p in inside
+        if p.name != "dataset_dict.json"
+        and not (p.parent in saved and p.name in ("state.json", "dataset_info.json"))
+    ]
+
+
+def _fitting(pattern: str) -> list[Path]:
+    """Return the data files that a glob fits, and those below the folders that it fits.
+
+    Raises:
+        DataError: there is none.
+    """
+    paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+    files = {p for p in paths if p.is_file() and _kind(p) in _READERS}
+    files |= {below for p in paths if p.is_dir() for below in _inside(p)}
+    if not files:
+        raise DataError(f"{pattern} fits no data file; it can fit {_kinds()}")
+    return sorted(files)
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -75,12 +108,27 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def _read_text(path: Path) -> str:
+    with _opened(path) as file:
+        raw = file.read()
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise _not_text(path, error.start) from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Have a file's bytes, decompressed.
+
+    Raises:
+        DataError: it cannot be read; also from reading in the context.
+    """
+    try:
+        with _OPEN.get(path.suffix.lower(), open)(path, "rb") as file:
+            yield file
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise DataError(f"{path} cannot be read: {why}") from error
 
 
 def _txt(path: Path) -> Iterator[Record]:
@@ -92,17 +140,14 @@ def _txt(path: Path) -> Iterator[Record]:
 def _jsonl(path: Path) -> Iterator[Record]:
     # Line by line, so that a file may be larger than memory; and cut at newlines alone, since
     # JSON strings may hold other ends of lines, such as U+2028.
-    try:
-        with path.open("rb") as file:
-            at = 0
-            for number, raw in enumerate(file, start=1):
-                line = _utf8(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw, path, at)
-                at += len(raw)
-                if line.strip():
-                    where = f"{path} line {number}"
-                    yield Record(fields=_object(decode_json(line, where), where), where=where)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    with _opened(path) as file:
+        at = 0
+        for number, raw in enumerate(file, start=1):
+            line = _utf8(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw, path, at)
+            at += len(raw)
+            if line.strip():
+                where = f"{path} line {number}"
+                yield Record(fields=_object(decode_json(line, where), where), where=where)
 
 
 def _utf8(raw: bytes, path: Path, at: int) -> str:
@@ -212,9 +257,23 @@ _READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
 }
 
 
+_OPEN: dict[str, Callable[..., Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+}
+_BINARY = (".parquet", ".arrow")
+
+
 def _kind(path: Path) -> str:
-    return path.suffix.lower()
+    """Return the kind of a data file, of a compressed one that of what it holds."""
+    kind = path.suffix.lower()
+    if kind not in _OPEN:
+        return kind
+    inner = Path(path.stem).suffix.lower()
+    return kind if inner in _BINARY else inner
 
 
 def _kinds() -> str:
-    return ", ".join(_READERS)
+    text = ", ".join(kind for kind in _READERS if kind not in _BINARY)
+    return f"{text} (each also as {', '.join(_OPEN)}), {', '.join(_BINARY)}"

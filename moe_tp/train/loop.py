@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,7 @@ from moe_tp.train.placing import Placement
 from moe_tp.train.probe import write_probe
 from moe_tp.train.progress import ProgressLine
 from moe_tp.train.report import write_report
-from moe_tp.train.resume import (
-    any_rank,
-    find_checkpoint,
-    resume_run,
-    save_checkpoint,
-    sigterm_flag,
-)
+from moe_tp.train.resume import any_rank, find_checkpoint, resume_run, save_checkpoint, stop_flag
 from moe_tp.train.rows import Rows
 from moe_tp.train.samples import Samples, check_samples
 from moe_tp.train.saver import Saver
@@ -126,7 +121,7 @@ class Run:
                 self.rows,
                 seed=config.seed,
                 shuffle=config.data.shuffle,
-                global_batch=config.train.global_batch,
+                global_batch=config.train.rows_a_step,
                 micro_batch=config.train.micro_batch,
                 dp=mesh.size("dp"),
                 dp_rank=mesh.coordinate("dp"),
@@ -145,9 +140,27 @@ class Run:
     def go(self) -> dict[str, Any]:
         """Return the result of the run, having done all its steps and written its folder."""
         began = time.monotonic()
+        with stop_flag(alone=self.mesh.world_size == 1) as told_to_stop:
+            line = self._train(told_to_stop)
+            seconds = time.monotonic() - began
+            final = None if self.stopped else self.save_final()
+            result = {
+                "final": None if final is None else str(final),
+                "steps": self.step,
+                "skipped_steps": self.bad_steps,
+                "tokens": self.total_tokens,
+                "loss": line.get("loss", self.last_loss),
+                "eval_loss": line.get("eval_loss"),
+                "unigram_loss": self._unigram_loss(),
+                "seconds": round(seconds, 2),
+            }
+            together(self._write_report, self.mesh.group("world"), self.mesh.device)
+        return result
+
+    def _train(self, told_to_stop: Callable[[], bool]) -> dict[str, Any]:
+        """Return the last step's line, having done all steps, or those until it is told to stop."""
         line: dict[str, Any] = {}
         with ExitStack() as stack:
-            told_to_stop = stack.enter_context(sigterm_flag())
             journal = stack.enter_context(self._open_journal())
             samples = self._open_samples()
             if samples is not None:
@@ -169,25 +182,12 @@ class Run:
                 self.stopped = any_rank(told_to_stop(), self.mesh)
                 if self.stopped or (every and self.step % every == 0):
                     path = self.save_checkpoint(line.get("eval_loss"))
-                    journal.note(f"saving {path.name}")
+                    journal.note(f"{'told to stop, ' * self.stopped}saving {path.name}")
             self.saver.wait()
             if isinstance(self.stream, WindowStream):
                 self.stream.close()
                 journal.note(f"read {self.stream.counts}")
-        seconds = time.monotonic() - began
-        final = None if self.stopped else self.save_final()
-        result = {
-            "final": None if final is None else str(final),
-            "steps": self.step,
-            "skipped_steps": self.bad_steps,
-            "tokens": self.total_tokens,
-            "loss": line.get("loss", self.last_loss),
-            "eval_loss": line.get("eval_loss"),
-            "unigram_loss": self._unigram_loss(),
-            "seconds": round(seconds, 2),
-        }
-        together(self._write_report, self.mesh.group("world"), self.mesh.device)
-        return result
+        return line
 
     def save_checkpoint(self, eval_loss: float | None = None) -> Path:
         """Return the checkpoint of the step that has just ended; it is there after `saver.wait()`.
@@ -331,7 +331,7 @@ class Run:
             vocab_size=self.model.config.vocab_size,
             cache=self.output / "rows" / "stream",
             seed=config.seed,
-            global_batch=config.train.global_batch,
+            global_batch=config.train.rows_a_step,
             micro_batch=config.train.micro_batch,
         )
 

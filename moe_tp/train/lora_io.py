@@ -1,12 +1,6 @@
 """Adapters as a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`.
 
-Letters: D width · F expert hidden · E experts · r rank.
-
-Names are those of transformers 5 in memory, which PEFT wraps, and not those on the hub, where one
-family calls its experts otherwise. Experts are one parameter there, so PEFT adapts them through
-`target_parameters` and stores all experts of a layer as two matrices: `lora_A [E * r, in]` with the
-expert slowest and `lora_B [out, r * E]` with the expert fastest (`ParamWrapper.get_delta_weight`).
-The gate and up halves of `out` lie as the family joins them: one after the other, or interleaved.
+Names and shapes there are those of `lora_names`.
 """
 
 from __future__ import annotations
@@ -27,21 +21,25 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from moe_tp.checkpoint.agree import together
-from moe_tp.checkpoint.rules import Piece
 from moe_tp.checkpoint.storage import local_path
 from moe_tp.errors import CheckpointError, ConfigError
 from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.parameter import local_index, to_local
-from moe_tp.train.lora import Factors, LoRAConfig, adapters, apply_lora, lora_config
+from moe_tp.train.lora import LoRAConfig, adapters, apply_lora, lora_config
 from moe_tp.train.lora_legacy import join_experts
+from moe_tp.train.lora_names import (
+    LENGTHS,
+    ROOT,
+    from_peft,
+    pack_experts,
+    peft_name,
+    plain_names,
+    to_peft,
+)
 from moe_tp.train.lora_targets import GROUPS, choose_parameters, group_of
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-_ROOT = "base_model.model."
-_LENGTHS = "lora_magnitude_vector"
-
-
 # what changes an adapter's meaning in PEFT and is not computed here
 _UNKNOWN = (
     "lora_bias",
@@ -52,27 +50,6 @@ _UNKNOWN = (
     "alora_invocation_tokens",
     "use_qalora",
 )
-
-
-def pack_experts(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return PEFT's `lora_A [E * r, in]` and `lora_B [out, r * E]`.
-
-    Args:
-        a: `[E, r, in]`.
-        b: `[E, out, r]`.
-    """
-    return a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
-
-
-def unpack_experts(
-    a: torch.Tensor, b: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `[E, r, in]` and `[E, out, r]` of PEFT's two matrices; see `pack_experts`."""
-    rank = a.shape[0] // num_experts
-    return (
-        a.view(num_experts, rank, a.shape[1]),
-        b.view(b.shape[0], rank, num_experts).permute(2, 0, 1),
-    )
 
 
 def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -94,15 +71,15 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> None:
         raise ConfigError("the model has no adapters to save; apply_lora(model, config) adds them")
     assert isinstance(model, Decoder)
     fqns = choose_parameters(model.name_rules, config.targets)
-    names = {fqn: _peft_name(model, fqn, fqns) for fqn in fqns}  # before anything is sent
+    names = {fqn: peft_name(model, fqn, fqns) for fqn in fqns}  # before anything is sent
     tensors: dict[str, torch.Tensor] = {}
     for factors in adapters(model):
-        a, b = _to_peft(model, factors.fqn, *factors.whole())
-        prefix = _ROOT + names[factors.fqn][1]
+        a, b = to_peft(model, factors.fqn, *factors.whole())
+        prefix = ROOT + names[factors.fqn][1]
         tensors[f"{prefix}.lora_A.weight"] = a.cpu().contiguous()
         tensors[f"{prefix}.lora_B.weight"] = b.cpu().contiguous()
         if config.dora:
-            tensors[f"{prefix}.{_LENGTHS}"] = factors.whole_lengths().cpu()
+            tensors[f"{prefix}.{LENGTHS}"] = factors.whole_lengths().cpu()
     mesh = model.mesh
     pipeline = mesh.group("pp")
     if pipeline.size > 1:
@@ -167,7 +144,7 @@ def _read(model: Decoder, folder: Path) -> tuple[LoRAConfig, dict[str, torch.Ten
         raise CheckpointError(f"{folder} is no complete PEFT folder: it lacks {missing[0]}")
     try:
         settings = json.loads((folder / CONFIG).read_text())
-        tensors = load_file(folder / WEIGHTS)
+        tensors = plain_names(load_file(folder / WEIGHTS), f"{folder}/{WEIGHTS}")
     except (ValueError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: a file of it cannot be read: {error}") from error
     if not isinstance(settings, dict) or settings.get("peft_type", "LORA") != "LORA":
@@ -177,6 +154,11 @@ def _read(model: Decoder, folder: Path) -> tuple[LoRAConfig, dict[str, torch.Ten
             raise CheckpointError(
                 f"{folder}/{WEIGHTS}: {name} holds {value.dtype}, which is no adapter's; save "
                 "the adapter in float32 or bfloat16"
+            )
+        if not value.isfinite().all():
+            raise CheckpointError(
+                f"{folder}/{WEIGHTS}: {name} holds values that are not finite, as after a run that "
+                "diverged; take an earlier checkpoint of the adapter"
             )
     for key in ("r", "lora_alpha"):
         if not isinstance(settings.get(key), int | float):
@@ -188,8 +170,8 @@ def _read(model: Decoder, folder: Path) -> tuple[LoRAConfig, dict[str, torch.Ten
         model.name_rules,
         settings,
         tensors,
-        root=_ROOT,
-        name=lambda fqn, fqns: _peft_name(model, fqn, fqns)[:2],
+        root=ROOT,
+        name=lambda fqn, fqns: peft_name(model, fqn, fqns)[:2],
         pack=pack_experts,
     )
     every = [f for f in model.name_rules.pieces if group_of(f) is not None]
@@ -199,14 +181,14 @@ def _read(model: Decoder, folder: Path) -> tuple[LoRAConfig, dict[str, torch.Ten
     found = [
         f
         for f in every
-        for target, prefix, _ in [_peft_name(model, f, [])]
+        for target, prefix, _ in [peft_name(model, f, [])]
         if (
             _named(bare, target)
             if group_of(f) == "experts"
-            else f"{_ROOT}{prefix}.lora_A.weight" in tensors
+            else f"{ROOT}{prefix}.lora_A.weight" in tensors
         )
     ]
-    known = {f"{_ROOT}{_peft_name(model, f, found)[1]}" for f in found}
+    known = {f"{ROOT}{peft_name(model, f, found)[1]}" for f in found}
     strange = [n for n in tensors if n.rsplit(".lora_", 1)[0] not in known]
     if strange or not found:
         name = strange[0] if strange else WEIGHTS
@@ -252,14 +234,14 @@ def _of_one_rank(
 
     ranks = {}
     for fqn in found:
-        target, prefix, _ = _peft_name(model, fqn, found)
+        target, prefix, _ = peft_name(model, fqn, found)
         own = replace(
             config,
             rank=int(of("rank_pattern", target, config.rank)),
             alpha=of("alpha_pattern", target, config.alpha),
         )
         ranks[fqn] = own.rank
-        matrix = tensors.get(f"{_ROOT}{prefix}.lora_A.weight")
+        matrix = tensors.get(f"{ROOT}{prefix}.lora_A.weight")
         if matrix is None:
             raise CheckpointError(f"{folder}/{WEIGHTS} lacks {prefix}.lora_A.weight")
         rows = matrix.shape[0]
@@ -270,7 +252,7 @@ def _of_one_rank(
                 f"{own.rank}{f' for each of {experts} experts' if experts > 1 else ''}"
             )
         if own.scale != config.scale:
-            name = f"{_ROOT}{prefix}.lora_B.weight"
+            name = f"{ROOT}{prefix}.lora_B.weight"
             tensors[name] = tensors[name] * (own.scale / config.scale)
     rank = max(ranks.values())
     if rank == config.rank:
@@ -283,33 +265,28 @@ def _named(targets: list[str], name: str) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def _is_per_expert(hub: str) -> bool:
-    """Return whether a hub tensor is that of one expert."""
-    return re.search(r"\.experts\.\d+\.", hub) is not None
-
-
 def _fill(model: Decoder, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Copy this rank's parts of all adapters out of whole tensors."""
     config = lora_config(model)
     assert config is not None
     fqns = choose_parameters(model.name_rules, config.targets)
     for factors in adapters(model):
-        prefix = _ROOT + _peft_name(model, factors.fqn, fqns)[1]
+        prefix = ROOT + peft_name(model, factors.fqn, fqns)[1]
         pair = []
         for letter in "AB":
             name = f"{prefix}.lora_{letter}.weight"
             if name not in tensors:
                 raise CheckpointError(f"{folder}/{WEIGHTS} lacks {name}, which the model adapts")
             pair.append(tensors[name])
-        a, b = _from_peft(model, factors, *pair)
+        a, b = from_peft(model, factors, *pair)
         missing = config.rank - a.shape[-2]
         if missing:
             a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
         values = [(factors.a, a), (factors.b, b)]
         if config.dora:
-            if f"{prefix}.{_LENGTHS}" not in tensors:
-                raise CheckpointError(f"{folder}/{WEIGHTS} lacks {prefix}.{_LENGTHS}")
-            values.append(("m", tensors[f"{prefix}.{_LENGTHS}"]))
+            if f"{prefix}.{LENGTHS}" not in tensors:
+                raise CheckpointError(f"{folder}/{WEIGHTS} lacks {prefix}.{LENGTHS}")
+            values.append(("m", tensors[f"{prefix}.{LENGTHS}"]))
         for name, value in values:
             spec = factors.adapter.specs[name]
             if tuple(value.shape) != spec.shape:
@@ -344,91 +321,3 @@ def _config_json(
         "target_modules": sorted(name for name, _, whole in names.values() if not whole),
         "target_parameters": sorted(name for name, _, whole in names.values() if whole) or None,
     }
-
-
-def _peft_name(model: Decoder, fqn: str, fqns: list[str]) -> tuple[str, str, bool]:
-    """Return the name to target, the prefix of its factors, and whether it is a bare parameter.
-
-    Args:
-        model: the model.
-        fqn: the adapted parameter.
-        fqns: all adapted parameters: a second one of the same module nests in the first.
-
-    Raises:
-        ConfigError: its weight is a part of a hub tensor, which PEFT could not adapt by itself.
-    """
-    pieces, group = model.name_rules.pieces[fqn], group_of(fqn)
-    layer = fqn.rsplit(".moe.", 1)[0]
-    if group == "router":
-        name = _live(pieces[0].hub_name)
-        return name, name.removesuffix(".weight"), True
-    if group == "experts":
-        router = _live(model.name_rules.pieces[f"{layer}.moe.router.weight"][0].hub_name)
-        module = router.removesuffix(".weight").rsplit(".", 1)[0] + ".experts"
-        both = fqn.endswith("gate_up") and f"{layer}.moe.experts.down" in fqns
-        _joined(model, fqn)
-        parameter = "gate_up_proj" if fqn.endswith("gate_up") else "down_proj"
-        return f"{module}.{parameter}", f"{module}.base_layer" if both else module, True
-    if len(pieces) != 1 or pieces[0].hub_slices or pieces[0].param_index:
-        raise ConfigError(
-            f"{fqn} is a part of {pieces[0].hub_name} on disk, which PEFT adapts as one; "
-            f"merge_lora(model) and save_pretrained write it instead"
-        )
-    name = pieces[0].hub_name.removesuffix(".weight")
-    if group != "attention":
-        # PEFT takes a module whose last name is gate_proj for the routed experts of the layer,
-        # which were called so before transformers 5; as a bare parameter it is what it is
-        return f"{name}.weight", name, True
-    return name, name, False
-
-
-def _live(hub_name: str) -> str:
-    """Return the name in memory of a router's weight on the hub (transformers 5)."""
-    name = hub_name.replace(".router.layer.", ".router.")
-    return name.replace(".block_sparse_moe.gate.", ".mlp.gate.")
-
-
-def _joined(model: Decoder, fqn: str) -> slice | None:
-    """Return the places of the gate rows where gate and up interleave, None where they follow.
-
-    Raises:
-        ConfigError: the experts lie in a form that PEFT does not know.
-    """
-    piece: Piece = model.name_rules.pieces[fqn][0]
-    if len(piece.hub_shape) == 2 and not _is_per_expert(piece.hub_name):
-        raise ConfigError(
-            f"experts in the form of {piece.hub_name} have no PEFT format; merge_lora(model) and "
-            f"save_pretrained write them instead"
-        )
-    columns = piece.hub_slices[-1] if piece.hub_slices else None
-    interleaved = isinstance(columns, slice) and columns.step == 2
-    return columns if interleaved and isinstance(columns, slice) else None
-
-
-def _to_peft(
-    model: Decoder, fqn: str, a: torch.Tensor, b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `lora_A` and `lora_B` of whole factors."""
-    if group_of(fqn) != "experts":
-        return a, b
-    if fqn.endswith("gate_up"):
-        b = b.transpose(1, 2) if _joined(model, fqn) else b  # [E, 2, F, r] or [E, F, 2, r]
-        a, b = a.squeeze(1), b.flatten(1, 2)
-    return pack_experts(a, b)
-
-
-def _from_peft(
-    model: Decoder, factors: Factors, a: torch.Tensor, b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return whole factors of `lora_A` and `lora_B`; the inverse of `_to_peft`."""
-    if group_of(factors.fqn) != "experts":
-        return a, b
-    a, b = unpack_experts(a, b, factors.adapter.specs[factors.a].shape[0])
-    if factors.name == "gate_up":
-        experts, out, rank = b.shape
-        if _joined(model, factors.fqn):
-            b = b.reshape(experts, out // 2, 2, rank).transpose(1, 2)
-        else:
-            b = b.reshape(experts, 2, out // 2, rank)
-        a = a.unsqueeze(1)
-    return a, b

@@ -92,5 +92,5 @@ def summary(result: Mapping[str, Any]) -> str:
     if result["unigram_loss"] is not None:
         text += f" (a unigram model has {result['unigram_loss']:.4f})"
     if result["final"] is None:
-        return f"{text}; stopped by SIGTERM after a checkpoint, --resume goes on from it"
+        return f"{text}; told to stop, saved a checkpoint: --resume goes on from it"
     return f"{text}; wrote {result['final']}"

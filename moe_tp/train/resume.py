@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -73,6 +74,8 @@ _FIXED = (
     "lora.experts",
     "lora.base",
 )
+# Lists whose order means nothing.
+_SETS = ("lora.targets", "lora.experts", "train.freeze", "train.only")
 _FREE = ("parallel.", "runtime.", "output", "data.eval")
 
 _log = get_logger(__name__)
@@ -253,25 +256,39 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and name != "data.columns":
             yield from _flat(value, f"{name}.")
+        elif name in _SETS and value is not None:
+            yield name, sorted(set(value))
         else:
             yield name, value
 
 
 @contextmanager
-def sigterm_flag() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether SIGTERM has come; the process goes on until it asks.
+def stop_flag(*, alone: bool) -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether SIGTERM or SIGINT has come; the process goes on.
 
-    Outside the main thread, where no handler can be set, it always says no.
+    A second SIGTERM changes nothing, so that it breaks no save.
+    Outside the main thread, where no handler can be set, the answer is always no.
+
+    Args:
+        alone: a second SIGINT is a KeyboardInterrupt, since no launcher is there to end the
+            process at once.
     """
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+
+    def note(number: int, _: FrameType | None) -> None:
+        if alone and number == signal.SIGINT and number in came:
+            raise KeyboardInterrupt
+        came.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield lambda: bool(came)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def any_rank(flag: bool, mesh: Mesh) -> bool:
