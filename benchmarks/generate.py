@@ -7,6 +7,11 @@ token, the likeliest token each time; both sides must give the same tokens in fp
 timed alone: a run of all new tokens less a run of one, in turns, medians. transformers uses
 `sdpa`, `grouped_mm` experts and its default cache; over 2 ranks it has tp (with ep), this library
 tp with ep, and data parallelism with ep, where each rank brings the rows.
+
+On one process the table says what a step cannot be faster than: the products alone that it must
+take (projections, router, the experts that as many random choices meet, head), one bare call each
+by whichever of torch's libraries this library uses, and the bytes of those weights over the rate
+at which this machine sums numbers in memory.
 """
 
 from __future__ import annotations
@@ -24,9 +29,13 @@ from activation_memory import COMMON, SIZES
 from side_by_side import DTYPES, publish, table, today, versions
 
 from moe_tp import Mesh, ParallelLayout
+from moe_tp.experts.layer import GroupedExperts
 from moe_tp.infer.generate import generate
 from moe_tp.models import build, from_pretrained, save_pretrained
+from moe_tp.models.decoder import Decoder
 from moe_tp.models.families import preset
+from moe_tp.parallel.parameter import named_specs, to_local
+from moe_tp.parallel.product import linear
 from moe_tp.testing import run_ranks
 
 PROMPT = 64
@@ -63,6 +72,49 @@ def their_run(folder: str, dtype: torch.dtype, ids: torch.Tensor, **form: int) -
         return rows
 
     return run
+
+
+def step_matrices(model: Decoder, rows: int) -> list[tuple[torch.Tensor, int]]:
+    """Return the matrices of one step `[out, in]`, each with how many rows meet it."""
+    generator = torch.Generator().manual_seed(0)
+    config = model.config.moe.router
+    found: list[tuple[torch.Tensor, int]] = []
+    for _, module, name, param, spec in named_specs(model):
+        value = to_local(param).detach()
+        if isinstance(module, GroupedExperts):
+            if name == "down":
+                gate_up = to_local(module.get_parameter("gate_up")).detach().flatten(1, 2)
+                order = torch.rand(rows, config.num_experts, generator=generator).argsort(1)
+                counts = torch.bincount(order[:, : config.top_k].flatten())
+                for expert, count in enumerate(counts.tolist()):
+                    found += [(gate_up[expert], count), (value[expert], count)] if count else []
+        elif value.dim() == 2 and spec.role != "embedding":
+            found.append((value, rows))
+    return found
+
+
+def floors(model: Decoder, rows: int, rounds: int) -> dict[str, float]:
+    """Return the seconds of a step's bare products, and of reading their weights once."""
+    calls = [
+        (torch.randn(count, weight.shape[1]).to(weight.dtype), weight)
+        for weight, count in step_matrices(model, rows)
+    ]
+    size = sum(weight.nbytes for _, weight in calls)
+    memory = torch.ones(1 << 26)  # 256 MiB: no cache holds it
+
+    def fastest(work: Callable[[], object]) -> float:
+        times = []
+        for _ in range(3 * rounds):
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    with torch.no_grad():
+        return {
+            "bare products": fastest(lambda: [linear(x, weight, None) for x, weight in calls]),
+            "weights read": fastest(memory.sum) * size / memory.nbytes,
+        }
 
 
 def decode_seconds(
@@ -104,7 +156,9 @@ def alone(folder: str, label: str, rows: int, options: argparse.Namespace) -> di
     if label == "fp32" and ours != theirs:
         raise SystemExit("the two sides generate different tokens")
     seconds = decode_seconds(runs, new, options.rounds, lambda: None)
-    return {who: rows * (new - 1) / value for who, value in seconds.items()}
+    found = {who: rows * (new - 1) / value for who, value in seconds.items()}
+    least = floors(from_pretrained(folder, Mesh.single(), dtype=dtype), rows, options.rounds)
+    return found | {f"floor: {what}": rows / value for what, value in least.items()}
 
 
 def on_ranks(folder: str, label: str, rows: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -184,7 +238,8 @@ def main() -> None:
         f"{COMMON['num_hidden_layers']} layers, vocabulary {COMMON['vocab_size']}, experts as in "
         f"shapes A (mixtral) and B (qwen3_moe), prompts of {PROMPT} tokens, {options.new_tokens} "
         f"new ones, the first not counted. One process: {torch.get_num_threads()} threads; ranks: "
-        f"one each, gloo; {versions()}. Medians of {options.rounds}.",
+        f"one each, gloo; {versions()}. Medians of {options.rounds}; floors: the fastest of "
+        f"{3 * options.rounds}.",
         "",
         *table(head, cells),
     ]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import Init, ParallelModule, ParamSpec
+from moe_tp.parallel.product import linear
 from moe_tp.parallel.vocab import VocabParallelEmbedding, vocab_cross_entropy, vocab_logits
 from moe_tp.parallel.zero import hooked
 
@@ -101,7 +101,7 @@ class Head(ParallelModule):
         """
         weight, group = self.local("weight"), self.mesh.group("tp")
         if shard:
-            part_NV = F.linear(x_TD, weight)
+            part_NV = linear(x_TD, weight, None)
             return part_NV if logit_scale == 1.0 else part_NV * logit_scale
         if targets_N is None:
             logits_NV = vocab_logits(

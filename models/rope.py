@@ -104,15 +104,41 @@ class Rotation:
     Args:
         cos_BSh, sin_BSh: fp32 or wider.
         interleaved: pairs are neighbours.
+        turn_BS2h: minus sine and sine, for rotations without gradient of halves; see `at`.
     """
 
     cos_BSh: torch.Tensor
     sin_BSh: torch.Tensor
     interleaved: bool
+    turn_BS2h: torch.Tensor | None = None
+
+    def at(self, positions_B: torch.Tensor) -> Rotation:
+        """Return the rotation of one column, whose rows are at these positions of the table.
+
+        Args:
+            positions_B: into dimension 1 of cosines and sines `[1, positions, h]`.
+        """
+        cos_B1h, sin_B1h = (
+            table[0].index_select(0, positions_B)[:, None] for table in (self.cos_BSh, self.sin_BSh)
+        )
+        turn = None if self.interleaved else torch.stack([-sin_B1h, sin_B1h], dim=-2)
+        return Rotation(
+            cos_BSh=cos_B1h, sin_BSh=sin_B1h, interleaved=self.interleaved, turn_BS2h=turn
+        )
+
+    def _turn(self, x_BSHh: torch.Tensor, turn_BS2h: torch.Tensor) -> torch.Tensor:
+        """Return whole heads rotated in a third of the calls: a product, and a product added."""
+        halves = x_BSHh.unflatten(-1, (2, -1))
+        turned = torch.addcmul(
+            halves * self.cos_BSh[:, :, None, None], halves.flip(-2), turn_BS2h[:, :, None]
+        )
+        return turned.flatten(-2).to(x_BSHh.dtype)
 
     def __call__(self, x_BSHh: torch.Tensor) -> torch.Tensor:
         """Return the heads rotated by their positions; elements past the rotated ones pass."""
         half = self.cos_BSh.shape[-1]
+        if self.turn_BS2h is not None and x_BSHh.shape[-1] == 2 * half:
+            return self._turn(x_BSHh, self.turn_BS2h)
         cos, sin = self.cos_BSh[:, :, None, :], self.sin_BSh[:, :, None, :]
         turned, rest = x_BSHh[..., : 2 * half], x_BSHh[..., 2 * half :]
         if self.interleaved:

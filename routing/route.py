@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_tp.errors import ConfigError, RoutingError
-from moe_tp.routing.assignment import Assignment, assign
+from moe_tp.routing.assignment import Assignment, assign, choice_weights
 from moe_tp.routing.config import RouterConfig
 from moe_tp.routing.kinds import (
     select_balanced,
@@ -23,7 +23,7 @@ from moe_tp.routing.noise import add_noise, draw_kept_experts, draw_uniform
 from moe_tp.routing.scores import choice_scores, compute_scores, full_precision, promote
 from moe_tp.routing.select import select_top_k
 
-__all__ = ["route"]
+__all__ = ["choose", "route"]
 
 _CHECKED = "_moe_tp_table_checked"  # on a table of experts: its version when it was looked through
 
@@ -103,6 +103,24 @@ def route(
             scores_TE=scores_TE,
             placed_TK=placed_TK,
         )
+
+
+def choose(
+    logits_TE: Tensor, config: RouterConfig, *, bias_E: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return ids_TK and weights_TK, what `route` says of real tokens without noise, and no more.
+
+    For `kind="top_k"`, outside autocast. Nothing is checked, counted or dropped.
+
+    Args:
+        logits_TE: fp32 or fp64.
+        config: the router.
+        bias_E: correction bias.
+    """
+    logits_TE = promote(logits_TE, config.dtype)
+    scores_TE = compute_scores(logits_TE, config.score)
+    ids_TK = select_top_k(choice_scores(logits_TE, scores_TE, config, bias_E), config)
+    return ids_TK, choice_weights(ids_TK, logits_TE, scores_TE, config)
 
 
 def _select(

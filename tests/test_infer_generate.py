@@ -11,15 +11,20 @@ import torch
 from model_cases import CASES, error, hub_config
 from test_models_transformers import both
 
-from moe_tp.errors import ConfigError, DataError
+from moe_tp.errors import ConfigError, DataError, RoutingError
+from moe_tp.experts.few import compute_few
+from moe_tp.experts.layer import GroupedExperts
+from moe_tp.experts.router import Router
 from moe_tp.infer import Generated, Sampling, generate
 from moe_tp.infer.cache import LayerColumns
 from moe_tp.infer.sampling import draw
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.load import build, from_pretrained, save_pretrained
+from moe_tp.parallel.collectives import record_traffic
+from moe_tp.parallel.held import is_holding
 from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.parameter import named_specs, to_local
 from moe_tp.testing import run_ranks
 from moe_tp.train import LoRAConfig, apply_lora
 
@@ -134,7 +139,13 @@ def own_rows(layout: dict[str, int]) -> tuple[list[list[int]], str, list[bool]]:
     modes = [module.training for module in model.modules()]
     first = mesh.coordinate("dp") == 0
     mine = [] if mesh.size("dp") > 1 and first else PROMPTS[:3]
-    tokens = generate(model, mine, max_new_tokens=5, temperature=1.0).tokens
+    tokens = generate(model, mine, max_new_tokens=5, temperature=1.0, stop_ids=60).tokens
+    with record_traffic() as log:
+        endless = generate(model, mine, max_new_tokens=5, temperature=1.0, stop_ids=()).tokens
+    assert [len(row) for row in endless] == [5] * len(mine)
+    # how many tokens there are for certain, and the end
+    exchanged = [entry for entry in log.entries if entry[:2] == ("dp", "all_reduce")]
+    assert len(exchanged) == (2 if mesh.size("dp") > 1 else 0)
     try:
         generate(model, [[1], [99]] if first else [[1]], max_new_tokens=2)
         said = ""
@@ -171,6 +182,68 @@ def test_with_adapters(case: str) -> None:
     assert whole is not None
     assert got.logits is not None
     assert error(got.logits[0], whole[0, 2:-1]) < 1e-9
+
+
+@pytest.mark.parametrize("case", ["qwen2_moe", "deepseek_v3", "gpt_oss", "granitemoe"])
+def test_few_tokens_are_computed_alike(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D1, R3, R6: the short way of a step gives what router, dispatcher and kernel give."""
+    config = ModelConfig.from_hub(hub_config(case))
+    results, calls = [], []
+
+    def counted(*args: Any) -> torch.Tensor:
+        calls.append(args)
+        return compute_few(*args)
+
+    monkeypatch.setattr("moe_tp.experts.moe.compute_few", counted)
+    for experts in ("auto", "loop"):
+        mesh = Mesh.single(runtime=Runtime(experts=experts))
+        model = build(config, mesh, seed=1, dtype=torch.float64)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if "bias" in name:
+                    param.to_local().normal_(std=0.3)
+        calls.clear()
+        got = generate(model, PROMPTS, max_new_tokens=5, return_logits=True)
+        assert bool(calls) == (experts == "auto")
+        results.append(got)
+    assert results[0].tokens == results[1].tokens
+    for few, loop in zip(results[0].logits or [], results[1].logits or [], strict=True):
+        assert error(few, loop) < 1e-12
+
+
+def test_a_row_without_a_rank_order_is_refused() -> None:
+    """R7: a step whose logits hold a NaN names rank, layer and token."""
+    model = build(ModelConfig.from_hub(hub_config("deepseek_v3")), Mesh.single(), seed=1)
+    router = next(m for m in model.modules() if isinstance(m, Router))
+    to_local(router.get_parameter("weight")).data[3] = float("nan")
+    with pytest.raises(RoutingError, match="rank 0, layer 1, token 0: the router's logits hold"):
+        generate(model, [[1, 2]], max_new_tokens=2)
+
+
+def test_what_a_call_keeps_of_weights_are_views() -> None:
+    """G8: no copy of a weight is kept from step to step, and none where weights are cast."""
+    config = ModelConfig.from_hub(hub_config("qwen3_moe"))
+    model = build(config, Mesh.single())
+    experts = next(m for m in model.modules() if isinstance(m, GroupedExperts))
+    inside: list[bool] = []
+
+    def look(_: int, __: int) -> None:
+        inside.append(is_holding())
+        for entry in named_specs(model):
+            kept, own = entry.module.local(entry.name), to_local(entry.param)
+            assert kept.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+            assert (kept is entry.module.local(entry.name)) == inside[-1]
+
+    generate(model, [[1, 2]], max_new_tokens=2, on_token=look)
+    assert inside == [True, True]
+    assert not is_holding()
+    with torch.no_grad():
+        assert experts.local("down") is not experts.local("down")
+    cast = build(config, Mesh.single(runtime=Runtime(compute_dtype=torch.bfloat16)))
+    inside.clear()
+    generate(cast, [[1, 2]], max_new_tokens=2, on_token=lambda *_: inside.append(is_holding()))
+    assert inside == [False, False]
 
 
 def test_stop_tokens_of_the_folder(tmp_path: Path) -> None:

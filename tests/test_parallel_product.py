@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -60,3 +62,26 @@ def test_onednn_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in (1, 512):
         linear(torch.zeros(rows, 512), torch.zeros(512, 512), None)
     assert asked == [(1, 512), (512, 512)]
+
+
+def test_one_bf16_row_goes_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fp64 says, oneDNN left out for that call alone, also where the call fails."""
+    seen: list[bool] = []
+
+    def noted(*args: torch.Tensor) -> torch.Tensor:
+        seen.append(torch._C._get_mkldnn_enabled())
+        return torch.nn.functional.linear(*args)
+
+    monkeypatch.setattr(room, "F", SimpleNamespace(linear=noted))
+    monkeypatch.setattr(room, "_prefers_onednn", lambda: True)
+    before = torch._C._get_mkldnn_enabled()
+    torch.manual_seed(0)
+    x, w, bias = (torch.randn(n, 256).bfloat16() for n in (2, 96, 96))
+    for rows, by_onednn in ((1, False), (2, before)):
+        y = linear(x[:rows], w, bias[:, 0])
+        expected = x[:rows].double() @ w.double().t() + bias[:, 0].double()
+        assert torch.allclose(y.double(), expected, rtol=1e-2, atol=1e-1)
+        assert seen.pop() == by_onednn
+    with pytest.raises(RuntimeError):
+        linear(x[:1], w[:, 1:], None)
+    assert torch._C._get_mkldnn_enabled() == before

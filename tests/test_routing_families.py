@@ -16,6 +16,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from moe_tp.routing import RouterConfig, route, router_logits
+from moe_tp.routing.route import choose
+from moe_tp.routing.select import stable_top_k
 
 HUB: dict[str, Any] = {
     "num_experts_per_tok": 3,
@@ -74,3 +76,26 @@ def test_equals_transformers(family: str) -> None:
     (grad,) = torch.autograd.grad((theirs * probe).sum(), weight)  # type: ignore[arg-type]
     assert torch.allclose(mine, grad, atol=1e-5)
     assert mine.abs().sum() > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_choices_alone_are_those_of_an_assignment(family: str) -> None:
+    """R1, R3: `choose` has the ids and weights of `route`, bit by bit, for few rows and many."""
+    config = FAMILIES[family][2]
+    torch.manual_seed(0)
+    bias_E = torch.randn(12) if config.correction_bias else None
+    logits_TE = torch.randn(7, 12).round(decimals=1)  # with ties
+    whole = route(logits_TE, config, bias_E=bias_E)
+    ids_TK, weights_TK = choose(logits_TE, config, bias_E=bias_E)
+    assert torch.equal(ids_TK, whole.ids_TK)
+    assert torch.equal(weights_TK, whole.weights_TK)
+
+
+def test_few_rows_rank_as_many_do() -> None:
+    """R1: where there are few numbers they are sorted, and the answer is that of the other way."""
+    torch.manual_seed(0)
+    values_RE = torch.randn(200, 64).round(decimals=1)
+    values_RE[0, :5] = torch.tensor([0.0, -0.0, float("-inf"), 0.0, float("inf")])
+    many = stable_top_k(values_RE, 8)
+    for start in range(0, 200, 8):
+        assert torch.equal(stable_top_k(values_RE[start : start + 8], 8), many[start : start + 8])

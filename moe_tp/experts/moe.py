@@ -29,6 +29,7 @@ from moe_tp.experts.dispatch import (
 )
 from moe_tp.experts.dispatchers import make_dispatcher
 from moe_tp.experts.events import note
+from moe_tp.experts.few import choose_few, compute_few, serves
 from moe_tp.experts.host import connected
 from moe_tp.experts.layer import GroupedExperts
 from moe_tp.experts.losses import MoEAux, Sequences, router_losses
@@ -280,20 +281,45 @@ class MoE(nn.Module):
         Collectives: those of the dispatcher, with `even` an exchange that counts nothing; those of
             the shared expert over tp.
         """
+        alone = self.mesh.size("ep") * self.mesh.size("etp") == 1
+        if (even or alone) and not self.own_dispatcher and serves(x_TD, self.router, self.experts):
+            chosen = choose_few(x_TD, mask_T, self.router)
+            if chosen is not None:
+                y_TD = self._serve_few(x_TD, *chosen, alone=alone)
+                return y_TD + self._shared(x_TD, mask_T) if self.shared is not None else y_TD
         assignment = self.router(x_TD, mask_T=mask_T, token_ids_T=token_ids_T)
         if self.config.capacity_factor is not None:
             # A place in an expert must not depend on the neighbours in the batch.
             config = replace(self.config, capacity_factor=None)
             assignment = assign(assignment.chosen_TK, assignment.logits_TE, config, mask_T=mask_T)
-        if not even or self.mesh.size("ep") * self.mesh.size("etp") == 1:
+        if not even or alone:
             return self._routed_and_shared(x_TD, assignment, mask_T)[0]
-        if self._serving is None:  # its lookup is copied from the host, so not for every token
-            self._serving = ServingDispatcher(self.mesh, self.table)
-        serving = self._serving
+        serving = self._server()
         received = serving.dispatch(x_TD.to(self.experts.compute_dtype), assignment)
         partial_RD = self.experts(received.rows_RD, received.pair_weight_P, received)
         y_TD = serving.combine(partial_RD, received, x_TD.dtype)
         return y_TD + self._shared(x_TD, mask_T)
+
+    def _serve_few(
+        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, *, alone: bool
+    ) -> torch.Tensor:
+        """Return what the experts make of the few tokens of a step, without the shared one.
+
+        Collectives: unless alone, those of `ServingDispatcher`.
+        """
+        rows_TD = x_TD.to(self.experts.compute_dtype)
+        serving = self._server()
+        if alone:
+            slots = serving.slots_of(ids_TK).tolist()
+            return compute_few(rows_TD, slots, weights_TK, self.experts).to(x_TD.dtype)
+        rows_ND, weights_NK, slot_NK = serving.gather(rows_TD, ids_TK, weights_TK)
+        partial_ND = compute_few(rows_ND, slot_NK.tolist(), weights_NK, self.experts)
+        return serving.scatter(partial_ND).to(x_TD.dtype)
+
+    def _server(self) -> ServingDispatcher:
+        if self._serving is None:  # its lookup is copied from the host, so not for every token
+            self._serving = ServingDispatcher(self.mesh, self.table)
+        return self._serving
 
     def _routed_and_shared(
         self, x_TD: torch.Tensor, assignment: Assignment, mask_T: torch.Tensor | None

@@ -46,7 +46,7 @@ class LayerColumns:
             return tuple(new)
         self._store(new)
         seen = min(self._held, self.window - 1 + count) if self.window else self._held
-        return tuple(buffer[:, :, self._held - seen : self._held] for buffer in self._buffers)
+        return tuple(buffer.narrow(2, self._held - seen, seen) for buffer in self._buffers)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Keep these rows of the batch alone, in this order."""
@@ -57,7 +57,7 @@ class LayerColumns:
         if not self._buffers or self._held + count > self._buffers[0].shape[2]:
             self._make_room(new)
         for buffer, x in zip(self._buffers, new, strict=True):
-            buffer[:, :, self._held : self._held + count] = x
+            buffer.narrow(2, self._held, count).copy_(x)
         self._held += count
 
     def _make_room(self, new: list[torch.Tensor]) -> None:

@@ -27,6 +27,9 @@ from moe_tp.infer.steps import Stream, run_call
 from moe_tp.infer.stops import Stops, stops_of
 from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.collectives import raw_all_gather, raw_all_reduce
+from moe_tp.parallel.functions import working_dtype
+from moe_tp.parallel.held import holding
+from moe_tp.parallel.parameter import named_specs
 from moe_tp.parallel.zero import reshard
 
 OnToken = Callable[[int, int], None]
@@ -97,7 +100,8 @@ def generate(
         RankMismatchError: ranks were given different settings.
 
     Collectives: an exchange of the settings through the store; an all-gather of two integers over
-        dp; those of the model's calls, of `choose`, and over dp an all-reduce of a number a token.
+        dp; those of the model's calls, of `choose`, and over dp an all-reduce of a number for each
+        token with which a row may end (without stop tokens the last, or the model's positions).
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
@@ -135,12 +139,22 @@ def _serving(model: Decoder) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), holding() if _stays(model) else contextlib.nullcontext():
             yield
     finally:
         reshard(model)
         for module, training in modes:
             module.training = training
+
+
+def _stays(model: Decoder) -> bool:
+    """Return whether each weight is used where and as it lies: not gathered, not cast."""
+    mesh = model.mesh
+    asked = mesh.runtime.compute_dtype
+    return mesh.layout.zero == 0 and all(
+        spec.keep_fp32 or working_dtype(asked, param.dtype, mesh.device) == param.dtype
+        for _, _, _, param, spec in named_specs(model)
+    )
 
 
 class _Run:
@@ -170,7 +184,7 @@ class _Run:
         mesh = self.model.mesh
         stream = Stream(self.model, self.rows.prompts, self.rows.most, self.new_tokens)
         at = list(range(self.rows.most))  # which row of the result each row of the stream is
-        call = stream.first_call()
+        call, certain = stream.first_call(), self._certain()
         for number in range(self.new_tokens):
             part_BV = run_call(self.model, call)
             row_B = torch.tensor(at, device=mesh.device) + self.rows.first
@@ -185,6 +199,9 @@ class _Run:
             )
             self._keep_logits(part_BV, at)
             self._take(at, ids_B.tolist(), on_token)
+            if number + 1 < certain:
+                call = stream.next_call(ids_B.clamp_min(0))
+                continue
             live = [row < len(self.reasons) and not self.reasons[row] for row in at]
             most = torch.tensor([sum(live)], device=mesh.device)
             most_live = int(raw_all_reduce(most, mesh.group("dp"), "max"))
@@ -198,6 +215,18 @@ class _Run:
                 stream.keep_rows(keep)
                 ids_B, at = ids_B[keep], [at[i] for i in sorted(order)]
             call = stream.next_call(ids_B.clamp_min(0))
+
+    def _certain(self) -> int:
+        """Return how many tokens every row of every rank surely gets.
+
+        Collectives: where there are no stop tokens, an all-reduce of a number over dp.
+        """
+        if self.stops.ids:
+            return 1
+        longest = max(map(len, self.rows.prompts), default=0)
+        least = min(self.new_tokens, self.model.config.max_positions - longest)
+        mesh = self.model.mesh
+        return int(raw_all_reduce(torch.tensor(least, device=mesh.device), mesh.group("dp"), "min"))
 
     def _take(self, at: list[int], ids: list[int], on_token: OnToken) -> None:
         """Add a token to each live row and end those that are done."""

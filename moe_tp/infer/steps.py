@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from moe_tp.infer.cache import Cache
 from moe_tp.models.blocks import Call
 from moe_tp.models.decoder import Decoder
-from moe_tp.models.rope import rotation
+from moe_tp.models.rope import Rotation, rotation
 from moe_tp.models.tokens import Tokens, attention_masks, owned_tokens
 from moe_tp.parallel.pipeline.schedule import run_forward
 
@@ -56,6 +56,11 @@ class Stream:
         held = [int(number) for number in model.layers]
         windows = [(layer, config.window(layer)) for layer in held]
         self.cache = Cache(windows, length + new_tokens)
+        self.turns = self._rotation(column[None])  # of all positions that there will be
+
+    def _rotation(self, positions_BS: torch.Tensor) -> Rotation:
+        config, dtype = self.model.config, self.model.activation_dtype
+        return rotation(config.rope, config.attention.rope_size, positions_BS, dtype)
 
     def first_call(self) -> Call:
         """Return the call of all prompts."""
@@ -66,7 +71,8 @@ class Stream:
         )
         positions = torch.arange(length, device=self.mesh.device) - (length - self.lengths[:, None])
         routed_BS = real_BS & self.live_B[:, None]
-        return self._call(self.ids_BS, positions.clamp_min(0), routed_BS, masks, even=False)
+        turn = self._rotation(positions.clamp_min(0))
+        return self._call(self.ids_BS, turn, routed_BS, masks, even=False)
 
     def next_call(self, ids_B: torch.Tensor) -> Call:
         """Return the call of one more column.
@@ -82,7 +88,8 @@ class Stream:
             masks[window] = self.real_BL[:, None, None, seen] if self.ragged else None
         positions = self.lengths + (end - 1 - self.ids_BS.shape[1])
         routed = self.live_B[:, None]
-        return self._call(ids_B[:, None], positions[:, None], routed, masks, even=True)
+        turn = self.turns.at(positions)
+        return self._call(ids_B[:, None], turn, routed, masks, even=True)
 
     def finish_rows(self, live_B: torch.Tensor) -> None:
         """Route no more tokens of rows that are not live."""
@@ -98,14 +105,14 @@ class Stream:
     def _call(
         self,
         ids_BS: torch.Tensor,
-        positions_BS: torch.Tensor,
+        turn: Rotation,
         routed_BS: torch.Tensor,
         masks: dict[int, torch.Tensor | None],
         *,
         even: bool,
     ) -> Call:
         model, (batch, length) = self.model, ids_BS.shape
-        tp, config = self.mesh.group("tp"), model.config
+        tp = self.mesh.group("tp")
         owned = owned_tokens(batch, length, self.mesh)
         rows = owned * tp.size
         mine = slice(tp.rank * owned, (tp.rank + 1) * owned)
@@ -116,7 +123,6 @@ class Stream:
             return F.pad(value_BS.reshape(-1), (0, rows - batch * length))
 
         ids_N = flat(ids_BS)
-        turned = config.attention.rope_size
         nothing = ids_N.new_zeros(0)
         tokens = Tokens(
             batch=batch,
@@ -130,7 +136,7 @@ class Stream:
             token_ids_T=nothing,
             sequence_T=nothing,
             token_ids_BS=nothing,
-            rotation=rotation(config.rope, turned, positions_BS, model.activation_dtype),
+            rotation=turn,
             masks=masks,
         )
         return Call(tokens=tokens, seed=model.seed, step=0, caches=self.cache.layers, even=even)

@@ -9,6 +9,7 @@ asks them and never a name.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from moe_tp.errors import ConfigError
 from moe_tp.parallel.collectives import raw_all_gather
 from moe_tp.parallel.functions import apply_function, working_dtype
+from moe_tp.parallel.held import held, is_holding
 from moe_tp.parallel.mesh import Domain, Mesh
 from moe_tp.parallel.random import fill_normal, key_of
 
@@ -185,6 +187,11 @@ class ParallelModule(nn.Module):
 
     def local(self, name: str) -> torch.Tensor:
         """Return this rank's part of a parameter, on the autograd path, in the compute dtype."""
+        if is_holding() and not torch.is_grad_enabled():
+            return held(self, name, functools.partial(self._local, name))
+        return self._local(name)
+
+    def _local(self, name: str) -> torch.Tensor:
         param, spec = getattr(self, name), self.specs[name]
         tracked = torch.is_grad_enabled()
         placements = gradient_placements(param, spec) if tracked else None
@@ -199,8 +206,8 @@ class ParallelModule(nn.Module):
         if dtype == value.dtype:
             return value
         shared, key = _casts.get(), (id(self), name, value.requires_grad)
-        held = None if shared is None else shared.get(key)
-        cast = None if held is None else held()
+        known = None if shared is None else shared.get(key)
+        cast = None if known is None else known()
         if cast is None:
             cast = value.to(dtype)
             if shared is not None:
