@@ -158,11 +158,13 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             save_pretrained(build(config, Mesh.single(), seed=0), folder)
             for label in options.dtype:
+                new: list[list[str]] = []
                 if 1 in options.ranks:
-                    rows += alone(folder, config, label, options.rounds)
+                    new += alone(folder, config, label, options.rounds)
                 if 4 in options.ranks:
-                    rows += together(folder, config, label, 4, options.rounds)
-                for row in rows:
+                    new += together(folder, config, label, 4, options.rounds)
+                rows += new
+                for row in new:
                     print(*row, flush=True)
     head = ["model", "dtype", "where", "what", "ms", "tokens/s", "over the floor"]
     lines = [
