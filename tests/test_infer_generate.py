@@ -206,6 +206,9 @@ def test_few_tokens_are_computed_alike(case: str, monkeypatch: pytest.MonkeyPatc
         calls.clear()
         got = generate(model, PROMPTS, max_new_tokens=5, return_logits=True)
         assert bool(calls) == (experts == "auto")
+        if calls:  # the first layer with experts, all prompts: what fills them up goes nowhere
+            idle = [set(row) == {-1} for row in calls[0][1]]
+            assert sum(idle) == sum(8 - len(prompt) for prompt in PROMPTS)
         results.append(got)
     assert results[0].tokens == results[1].tokens
     for few, loop in zip(results[0].logits or [], results[1].logits or [], strict=True):
