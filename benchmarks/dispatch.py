@@ -69,6 +69,7 @@ def wire_of(way: dict[str, Any]) -> dict[str, float]:
         "by_choice": int(away_TK.sum()),
         "distinct": distinct,
         "rows": aux.wire.rows_sent,
+        "back": aux.wire.rows_received,
         "bytes": sent,
         "rest": sent - payload,
     }
@@ -140,6 +141,7 @@ def measure(ranks: list[int], timed: list[int], repeats: int) -> dict[str, Any]:
             total = {key: sum(each[key] for each in found) for key in found[0]}
             result["rows"][f"{world} ranks, {name}"] = {
                 "rows sent a rank": total["rows"] / world,
+                "sums sent back a rank": total["back"] / world,
                 "rows at one a choice": total["by_choice"] / world,
                 "distinct (token, remote rank) pairs": total["distinct"] / world,
                 "KB sent a rank": total["bytes"] / world / 1000,
@@ -156,13 +158,16 @@ def measure(ranks: list[int], timed: list[int], repeats: int) -> dict[str, Any]:
 def lines_of(result: dict[str, Any]) -> list[str]:
     """Return the tables as lines of Markdown."""
     lines = [
-        "| ranks, way | rows sent a rank | one row a choice | fewer | KB sent a rank | metadata |",
-        "|---|---|---|---|---|---|",
+        "| ranks, way | rows sent a rank | sums sent back | distinct (token, remote rank) pairs | "
+        "one row a choice | fewer | KB sent a rank | metadata |",
+        "|---" * 8 + "|",
     ]
     for name, row in result["rows"].items():
         sent, plain = row["rows sent a rank"], row["rows at one a choice"]
         lines.append(
-            f"| {name} | {sent:.0f} | {plain:.0f} | {100 * (1 - sent / plain):.0f} % | "
+            f"| {name} | {sent:.0f} | {row['sums sent back a rank']:.0f} | "
+            f"{row['distinct (token, remote rank) pairs']:.0f} | {plain:.0f} | "
+            f"{100 * (1 - sent / plain):.0f} % | "
             f"{row['KB sent a rank']:.0f} | {100 * row['share of metadata']:.2f} % |"
         )
     if result["times"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -42,6 +43,37 @@ def test_close_scores_do_not_collapse() -> None:
     assert router(x).ids_TK[0].item() == 1
 
 
+@pytest.mark.parametrize(("normalize", "want"), [(True, 4.155293), (False, 4.017578)])
+def test_the_scale_leaves_the_shared_expert_alone(normalize: bool, want: float) -> None:
+    """C06: weights times 2.5 over experts that give 1 and -1, and a shared one that gives 3."""
+    config = RouterConfig(4, 2, normalize=normalize, scale=2.5)
+    layer = MoE(4, 4, config, Mesh.single(), num_shared=1, expert_bias=True, seed=0)
+    shared = layer.shared
+    assert shared is not None
+    with torch.no_grad():
+        for param in layer.parameters():
+            to_local(param).zero_()
+        to_local(layer.router.weight)[:, 0] = torch.tensor([2.0, 1.0, 0.0, -1.0])
+        to_local(layer.experts.get_parameter("down_bias"))[:2] = torch.tensor([[1.0], [-1.0]])
+        to_local(shared.gate.get_parameter("weight"))[0, 0] = 1.0
+        to_local(shared.up.get_parameter("weight"))[0, 0] = 1.0
+        to_local(shared.down.get_parameter("weight"))[:, 0] = 3 * (1 + math.exp(-1))
+    y, _ = layer(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
+    assert y[0].tolist() == pytest.approx([want] * 4, abs=1e-5)
+
+
+def test_the_balance_loss_of_a_layer_is_of_its_logits() -> None:
+    """C12: 3.791660, as of raw logits; softmax of what the router returns is its probabilities."""
+    layer = MoE(4, 4, RouterConfig(4, 1, normalize=False, balance_coef=1.0), Mesh.single(), seed=0)
+    with torch.no_grad():
+        to_local(layer.router.weight).zero_()[0, 0] = 4.0
+    x = torch.tensor([[1.0, 0.0, 0.0, 0.0]]).repeat(4, 1)
+    out = layer.router(x)
+    assert torch.equal(out.logits_TE, torch.tensor([[4.0, 0.0, 0.0, 0.0]]).repeat(4, 1))
+    assert torch.allclose(torch.softmax(out.logits_TE, -1), out.scores_TE)
+    assert layer(x)[1].loss.item() == pytest.approx(3.791660, abs=1e-5)
+
+
 def test_jitter_reaches_the_choice_only() -> None:
     """C09: with a zero router noise changes nothing; the input is left alone; eval repeats."""
     x = draw(6, 8, dtype=torch.float32)
@@ -65,10 +97,14 @@ def test_jitter_reaches_the_choice_only() -> None:
     noisy = [layer(x, key=key)[0] for key in keys]
     assert torch.equal(noisy[0], noisy[1])
     assert not torch.equal(noisy[0], noisy[2])
-    # only through routing: replayed, the expert outputs are what their weights make them
-    ids = layer.router(x, key=keys[0]).ids_TK
-    assert not torch.equal(layer.router(x, key=keys[2]).weights_TK, layer.router(x).weights_TK)
-    assert ids.shape == (6, 2)
+    # only through routing: the experts see the input without its noise
+    for key, y in ((keys[0], noisy[0]), (keys[2], noisy[2])):
+        out = layer.router(x, key=key)
+        gate_up, down = (to_local(layer.experts.get_parameter(n)) for n in ("gate_up", "down"))
+        hidden = torch.einsum("tkgfd,td->tkgf", gate_up[out.ids_TK], x)
+        hidden = torch.nn.functional.silu(hidden[:, :, 0]) * hidden[:, :, 1]
+        clean = torch.einsum("tkdf,tkf,tk->td", down[out.ids_TK], hidden, out.weights_TK)
+        assert torch.allclose(y, clean, rtol=1e-5, atol=1e-6)
 
 
 def _key(seed: int, token_ids: torch.Tensor) -> DropoutKey:
@@ -279,14 +315,20 @@ def _recompute(
     return result
 
 
-def test_the_bias_moves_once_by_the_load_of_all_ranks() -> None:
+@pytest.mark.parametrize(
+    ("loads", "want"),
+    # by itself rank 1 would move the other way; together they are even; two alike
+    [([[5, 1], [1, 3]], -1e-3), ([[5, 1], [1, 5]], 0.0), ([[5, 1], [5, 1]], -1e-3)],
+    ids=str,
+)
+def test_the_bias_moves_once_by_the_load_of_all_ranks(loads: list[list[int]], want: float) -> None:
     """L4, C14: fp32 after a cast, one update a step, equal on all ranks, none in evaluation."""
-    for bias, counts in run_ranks(_bias, 2):
-        assert torch.equal(bias, torch.tensor([-1e-3, 1e-3]))
+    for bias, counts in run_ranks(_bias, 2, loads):
+        assert torch.equal(bias, torch.tensor([want, -want]))
         assert not counts.any()
 
 
-def _bias() -> tuple[torch.Tensor, torch.Tensor]:
+def _bias(loads: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     mesh = mesh_of_layout({"ep": 2})
     config = RouterConfig(2, 1, normalize=False, correction_bias=True, bias_rate=1e-3)
     off = MoE(2, 4, RouterConfig(2, 1, normalize=False), mesh, seed=0)
@@ -296,9 +338,8 @@ def _bias() -> tuple[torch.Tensor, torch.Tensor]:
     assert not layer.router.correction_bias.requires_grad
     with torch.no_grad():
         to_local(layer.router.weight).copy_(torch.eye(2))
-    # loads [5, 1] and [1, 3]: by itself rank 1 would move the other way
-    first = {0: 5, 1: 1}[mesh.rank]
-    rows = [[3.0, 0.0]] * first + [[0.0, 3.0]] * {0: 1, 1: 3}[mesh.rank]
+    first, second = loads[mesh.rank]
+    rows = [[3.0, 0.0]] * first + [[0.0, 3.0]] * second
     x = torch.tensor(rows, dtype=torch.bfloat16)
     with torch.no_grad():
         layer(x)

@@ -1,7 +1,7 @@
 """Random layers over random layouts and dispatchers, in fp64, against loops over tokens.
 
 The reference shares nothing with the layer but its weights: it ranks, weighs and computes one token
-after the other.
+after the other. Kinds that look across tokens look over those that a rank owns, and so does it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from moe_tp import Mesh, MoE, settle_gradients
 from moe_tp.experts.two_hop import TwoHopDispatcher
 from moe_tp.parallel.parameter import full_logical
 from moe_tp.routing import ExpertTable, RouterConfig
+from moe_tp.routing.reference import reference_route
 from moe_tp.testing import run_ranks
 
 DIM, HIDDEN = 6, 8
@@ -62,6 +63,26 @@ def layers(drawn: st.DrawFn) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@st.composite
+def crossing_layers(drawn: st.DrawFn) -> dict[str, Any]:
+    """Return such a layer with a router that looks across the tokens of a rank."""
+    case = drawn(layers())
+    kind = drawn(st.sampled_from(["expert_choice", "sinkhorn", "balanced", "top_k"]))
+    router = {**case["router"], "kind": kind}
+    if kind != "top_k":
+        router |= {"num_groups": 1, "top_groups": 1}
+    if kind == "expert_choice" and router["score"] == "softmax_topk":
+        router["score"] = "softmax"
+    if kind == "top_k" or drawn(st.booleans()):
+        router |= {
+            "capacity_factor": drawn(st.sampled_from([0.25, 0.6, 1.0, 1.5])),
+            "drop_policy": drawn(st.sampled_from(["weight", "position"])),
+            "min_capacity": drawn(st.integers(1, 2)),
+            "capacity_multiple": drawn(st.integers(1, 2)),
+        }
+    return {**case, "router": router}
+
+
 @given(layers())
 @settings(QUIET, max_examples=8)
 def test_random_layers(case: dict[str, Any]) -> None:
@@ -74,6 +95,35 @@ def test_random_layers(case: dict[str, Any]) -> None:
 @settings(QUIET, max_examples=150)
 def test_many_random_layers(case: dict[str, Any]) -> None:
     """D1, D2, D3, D4, R3, R6: the same, widely."""
+    _check(case)
+
+
+CROSSING: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("two_hop", {"ep": 4}, {"kind": "expert_choice", "capacity_factor": 0.6}),
+    ("all_gather", {"ep": 2, "etp": 2}, {"kind": "sinkhorn", "capacity_factor": 1.0}),
+    ("all_to_all", {"tp": 2, "ep": 2, "etp": 2}, {"kind": "balanced"}),
+    ("all_to_all", {"ep": 4}, {"capacity_factor": 0.6, "drop_policy": "position"}),
+    ("all_to_all", {"tp": 4, "ep": 4}, {"capacity_factor": 0.6, "capacity_multiple": 2}),
+]
+
+
+@pytest.mark.parametrize(("dispatcher", "layout", "router"), CROSSING, ids=str)
+def test_layers_that_look_across_tokens(
+    dispatcher: str, layout: dict[str, int], router: dict[str, Any]
+) -> None:
+    """R1, D7: expert choice, Sinkhorn, turns and capacity over the tokens of each rank."""
+    plain = {"num_experts": 7, "top_k": 3, "score": "softmax", "normalize": True, "scale": 2.5}
+    plain |= {"kind": "top_k", "num_groups": 1, "top_groups": 1}
+    case = {"layout": layout, "dispatcher": dispatcher, "dispatch_rows": 2, "overlap": True}
+    case |= {"experts": "sliced", "spare": 1, "order": [3, 0, 6, 1, 5, 2, 4], "skew": 3.0}
+    _check({**case, "tokens": [5, 0, 6, 3], "masked": 0.3, "router": {**plain, **router}})
+
+
+@pytest.mark.slow
+@given(crossing_layers())
+@settings(QUIET, max_examples=100)
+def test_many_random_layers_that_look_across_tokens(case: dict[str, Any]) -> None:
+    """R1, D7: the same, widely."""
     _check(case)
 
 
@@ -147,19 +197,40 @@ def _slow(case: dict[str, Any]) -> dict[str, torch.Tensor]:
     x_TD, mask_T, dy_TD = _inputs(case)
     x_TD.requires_grad_()
     rows = []
-    for token in range(x_TD.shape[0]):
-        y_D = 0.0 * x_TD[token]
-        if bool(mask_T[token]):
-            for expert, share in _choose(weights["router"] @ x_TD[token], case["router"]):
-                gate_F, up_F = (half @ x_TD[token] for half in weights["gate_up"][expert])
-                hidden_F = gate_F * torch.sigmoid(gate_F) * up_F
-                y_D = y_D + share * (weights["down"][expert] @ hidden_F)
+    for x_D, pairs in zip(x_TD, _choices(x_TD, mask_T, weights["router"], case), strict=True):
+        y_D = 0.0 * x_D
+        for expert, share in pairs:
+            gate_F, up_F = (half @ x_D for half in weights["gate_up"][expert])
+            hidden_F = gate_F * torch.sigmoid(gate_F) * up_F
+            y_D = y_D + share * (weights["down"][expert] @ hidden_F)
         rows.append(y_D)
     y_TD = torch.stack(rows) if rows else x_TD * 1.0
     grads = torch.autograd.grad(
         (y_TD * dy_TD).sum(), [x_TD, *weights.values()], allow_unused=True, materialize_grads=True
     )
     return {"y": y_TD.detach(), "dx": grads[0], **dict(zip(weights, grads[1:], strict=True))}
+
+
+def _choices(
+    x_TD: torch.Tensor, mask_T: torch.Tensor, router_ED: torch.Tensor, case: dict[str, Any]
+) -> list[list[tuple[int, torch.Tensor]]]:
+    """Return the experts of each token with their weights."""
+    router, found = case["router"], []
+    if "kind" not in router:
+        return [
+            _choose(router_ED @ x_D, router) if real else []
+            for x_D, real in zip(x_TD, mask_T.tolist(), strict=True)
+        ]
+    for rank in range(4):
+        rows = own_rows(case["tokens"], rank)
+        logits_TE = x_TD[rows] @ router_ED.t()
+        slow = reference_route(
+            logits_TE.tolist(), RouterConfig(**router), mask=mask_T[rows].tolist()
+        )
+        for row_E, chosen, kept in zip(logits_TE, slow.chosen, slow.kept, strict=True):
+            stay, shares = {expert for expert, _ in kept}, _shares(row_E, chosen, router)
+            found.append([(e, s) for e, s in zip(chosen, shares, strict=True) if e in stay])
+    return found
 
 
 def _choose(logits_E: torch.Tensor, router: dict[str, Any]) -> list[tuple[int, torch.Tensor]]:
@@ -173,10 +244,18 @@ def _choose(logits_E: torch.Tensor, router: dict[str, Any]) -> list[tuple[int, t
     best = sorted(range(groups), key=lambda g: (-value[g], g))[: router["top_groups"]]
     allowed = [e for g in best for e in runs[g]] if groups > 1 else list(range(experts))
     chosen = sorted(allowed, key=lambda e: (-rank_E[e], e))[: router["top_k"]]
-    if kind == "softmax_topk":
-        shares = torch.softmax(logits_E[chosen], 0)
-    else:
-        shares = score_E[chosen]
-        if router["normalize"]:
-            shares = shares / shares.sum()
-    return [(e, router["scale"] * share) for e, share in zip(chosen, shares, strict=True)]
+    return list(zip(chosen, _shares(logits_E, chosen, router), strict=True))
+
+
+def _shares(
+    logits_E: torch.Tensor, chosen: list[int], router: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Return the weights of one token's experts."""
+    if router["score"] == "softmax_topk":
+        return [router["scale"] * share for share in torch.softmax(logits_E[chosen], 0)]
+    sigmoid = router["score"] == "sigmoid"
+    score_E = torch.sigmoid(logits_E) if sigmoid else torch.softmax(logits_E, 0)
+    shares = score_E[chosen]
+    if router["normalize"]:
+        shares = shares / shares.sum()
+    return [router["scale"] * share for share in shares]
