@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_tp import Mesh, MoE, forward_backward, settle_gradients
 from moe_tp.errors import ConfigError
 from moe_tp.experts import workspace
+from moe_tp.experts.all_gather import AllGatherDispatcher
 from moe_tp.experts.deepep import DeepEPDispatcher
 from moe_tp.experts.dispatch import Dispatcher, Received
 from moe_tp.experts.events import record_events
@@ -179,6 +180,24 @@ def _fp8(wire: torch.dtype | None) -> tuple[torch.Tensor, int, torch.Tensor]:
         y.square().sum().backward()
     sizes = [s for axis, _, phase, s in log.entries if (axis, phase) == ("ep", "forward")]
     return y.detach(), sizes[2], x.grad
+
+
+def test_fp8_rows_are_not_added_up() -> None:
+    """F3: an all-gather's sums would be in fp8; refused when it is made."""
+    with pytest.raises(ConfigError, match="dispatcher='all_to_all' or wire_dtype"):
+        AllGatherDispatcher(Mesh.single(), ExpertTable(4), torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("tokens", [[0, 5], [0, 0]], ids=str)
+def test_fp8_rows_of_a_rank_without_any(tokens: list[int]) -> None:
+    """D2: a rank that sends nothing, in every way of sending, also in pieces."""
+    args = (tokens, 5, {}, ROUTER)
+    want = layer_step(None, {"experts": "loop"}, *args)
+    wire = {"wire_dtype": torch.float8_e4m3fn}
+    for layout in ({"ep": 2}, {"etp": 2}):
+        for way in ({}, {"dispatch_rows": 2, "overlap": False}):
+            got = joined(run_ranks(layer_step, 2, layout, {**wire, **way}, *args))
+            assert worst_error(got, want) < 0.1, (layout, way)
 
 
 def test_other_work_runs_while_rows_are_in_flight() -> None:

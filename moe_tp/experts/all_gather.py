@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from moe_tp.errors import ConfigError
 from moe_tp.experts.all_to_all import identity_bytes
 from moe_tp.experts.dispatch import Received, Wire
 from moe_tp.experts.local import sort_pairs
+from moe_tp.experts.wire import FP8, check_wire
 from moe_tp.parallel.collectives import (
     Group,
     raw_all_gather,
@@ -94,11 +96,20 @@ class AllGatherDispatcher:
         mesh: names ep and etp.
         table: which slot holds which expert.
         wire_dtype: dtype of partial sums on the way back; None is fp32.
+
+    Raises:
+        ConfigError: rows are to travel in fp8, which is for the all-to-all ways.
     """
 
     def __init__(
         self, mesh: Mesh, table: ExpertTable, wire_dtype: torch.dtype | None = None
     ) -> None:
+        check_wire(wire_dtype)
+        if wire_dtype == FP8:
+            raise ConfigError(
+                f"wire_dtype={FP8} is not sent by dispatcher='all_gather', which adds up what it "
+                f"receives; choose dispatcher='all_to_all' or wire_dtype=torch.bfloat16"
+            )
         self._ep, self._etp = mesh.group("ep"), mesh.group("etp")
         self._num_slots, self._wire = table.slots_per_rank, wire_dtype
         self._lookup = table.lookup(mesh.device, owner=mesh.coordinate("stage"))

@@ -175,7 +175,8 @@ def pack_bytes(*parts: torch.Tensor) -> torch.Tensor:
     flat = []
     for part in parts:
         size = math.prod(part.shape[1:]) * part.element_size()
-        flat.append(part.contiguous().view(torch.uint8).view(rows, size))
+        # flat first: without rows a tensor may have strides that a view as bytes refuses
+        flat.append(part.reshape(-1).view(torch.uint8).view(rows, size))
     return torch.cat(flat, dim=1)
 
 
