@@ -6,7 +6,8 @@ One thread a process, fp32, forward and backward. Each row doubles one size and 
 its times take turns. The exponent is the slope of a least-squares line through the logarithms of
 time and size: 1 is linear. For experts the tokens and choices stay, so that the matmuls stay the
 same in sum and get smaller; for ranks each rank brings the same number of tokens, and where the
-machine has fewer cores than ranks 1 is what sharing them costs.
+machine has fewer cores than ranks 1 is what sharing them costs. What a step costs at any size
+lowers the exponent of small sizes, so that of the last doubling stands beside it.
 """
 
 from __future__ import annotations
@@ -88,21 +89,26 @@ def main() -> None:
     single = Mesh.single()
     found = {}
     for name, sizes, make in (
-        ("tokens", (512, 1024, 2048, 4096), lambda n: layer_step(SHAPE, n, single)),
+        ("tokens", (512, 1024, 2048, 4096, 8192, 16384), lambda n: layer_step(SHAPE, n, single)),
         (
             "experts",
-            (8, 16, 32, 64),
+            (8, 16, 32, 64, 128),
             lambda n: layer_step(replace(SHAPE, experts=n), TOKENS, single),
         ),
         ("top-k", (2, 4, 8, 16), lambda n: layer_step(replace(SHAPE, top_k=n), TOKENS, single)),
-        ("depth (whole model)", (1, 2, 4, 8), lambda n: model_step(n, 128)),
-        ("sequence (whole model)", (256, 512, 1024, 2048), lambda n: model_step(1, n)),
+        ("depth (whole model)", (1, 2, 4, 8, 16), lambda n: model_step(n, 128)),
+        ("sequence (whole model)", (256, 512, 1024, 2048, 4096), lambda n: model_step(1, n)),
     ):
         found[name] = seconds({str(n): make(n) for n in sizes}, options.rounds)
     ranks = {n: run_ranks(on_ranks, n, options.rounds, timeout=200)[0] for n in (1, 2, 4)}
     found["ranks (ep), 512 tokens each"] = ranks
     rows = [
-        [name, ", ".join(f"{n}: {1e3 * t:.0f}" for n, t in by.items()), f"{exponent(by):.2f}"]
+        [
+            name,
+            ", ".join(f"{n}: {1e3 * t:.0f}" for n, t in by.items()),
+            f"{exponent(by):.2f}",
+            f"{exponent(dict(list(by.items())[-2:])):.2f}",
+        ]
         for name, by in found.items()
     ]
     lines = [
@@ -111,7 +117,7 @@ def main() -> None:
         f"`python benchmarks/growth.py`: a layer of {SHAPE} on {TOKENS} tokens where not said "
         f"otherwise, fp32, one thread; {versions()}. Medians of {options.rounds}, milliseconds.",
         "",
-        *table(["what grows", "size: ms", "exponent"], rows),
+        *table(["what grows", "size: ms", "exponent", "last doubling"], rows),
     ]
     publish("growth", lines, write=options.write)
 

@@ -15,10 +15,11 @@ from moe_tp.errors import ConfigError
 from moe_tp.models import ModelConfig
 from moe_tp.models.families import family, model_types, preset
 from moe_tp.parallel.layout import ParallelLayout
-from moe_tp.plan.hardware import TABLE, hardware, parse_bytes, read_hardware
+from moe_tp.plan.advice import remedies, smallest_group
+from moe_tp.plan.hardware import TABLE, hardware, parse_bytes, parse_rate, read_hardware
 from moe_tp.plan.job import Job, check
 from moe_tp.plan.memory import Memory, Planner
-from moe_tp.plan.search import divisors, layouts, legal_layouts, remedies, search, smallest_group
+from moe_tp.plan.search import divisors, layouts, legal_layouts, search
 from moe_tp.plan.time import Clock
 
 H100 = TABLE["H100"]
@@ -153,10 +154,12 @@ def test_hardware_is_overridable() -> None:
     assert hardware("H100", memory=1e9).memory == 1e9
     assert parse_bytes("80GB") == 80e9
     assert parse_bytes("80GiB") == 80 * 2**30
-    assert parse_bytes("ib400") == 50e9
-    for text in ("eighty", "-1GB", "0", "80"):
+    assert parse_rate("ib400") == parse_rate("50GB/s") == 50e9
+    for text in ("eighty", "-1GB", "0", "80", "1e999GB", "ib400"):
         with pytest.raises(ConfigError, match="bytes"):
             parse_bytes(text)
+    with pytest.raises(ConfigError, match="nvlink4"):
+        parse_rate("nvlink9")
     with pytest.raises(ConfigError, match="table"):
         hardware("TPU")
 

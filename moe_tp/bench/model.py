@@ -13,7 +13,8 @@ from moe_tp.bench.floor import LayerShape, matmul_floor
 from moe_tp.errors import ConfigError
 from moe_tp.models import ModelConfig
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.plan.params import Kind, part_flops
+from moe_tp.plan.params import Kind
+from moe_tp.plan.stages import part_flops
 
 
 def step_flops(config: ModelConfig, length: int) -> float:

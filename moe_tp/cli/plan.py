@@ -13,9 +13,17 @@ from moe_tp.errors import ConfigError
 from moe_tp.models import ModelConfig
 from moe_tp.models.families import model_types, preset
 from moe_tp.parallel.layout import ContextKind
-from moe_tp.plan.hardware import TABLE, Hardware, hardware, parse_bytes, read_hardware
+from moe_tp.plan.advice import remedies, smallest_group, why_none
+from moe_tp.plan.hardware import (
+    TABLE,
+    Hardware,
+    hardware,
+    parse_bytes,
+    parse_rate,
+    read_hardware,
+)
 from moe_tp.plan.job import Job, Kernel, Moments, Optimizer
-from moe_tp.plan.search import RECOMPUTE, Candidate, Plan, remedies, search, smallest_group
+from moe_tp.plan.search import RECOMPUTE, Candidate, Plan, search
 
 _BAR = 32  # characters of the picture's longest bar
 
@@ -95,6 +103,8 @@ def run(options: argparse.Namespace) -> int:
     config, gpu = _config(options.model), _hardware(options)
     if options.gpus < 1:
         raise ConfigError(f"--gpus {options.gpus} must be at least 1")
+    if options.top < 1:
+        raise ConfigError(f"--top {options.top} must be at least 1")
     job = Job(
         mode=options.mode,
         seq_len=options.seq_len,
@@ -115,8 +125,11 @@ def run(options: argparse.Namespace) -> int:
     plan = search(
         config, job, options.gpus, gpu, recompute=options.recompute, refusals=options.refused
     )
-    group = smallest_group(config, job, gpu)
-    advice = [] if plan.best else remedies(config, job, options.gpus, gpu)
+    mode = options.recompute
+    group = smallest_group(config, job, gpu, recompute=mode)
+    advice = []
+    if plan.best is None:
+        advice = remedies(config, job, options.gpus, gpu, recompute=mode, group=group)
     result: dict[str, Any] = {
         "model_type": config.model_type,
         "params_total": config.num_params(),
@@ -130,9 +143,11 @@ def run(options: argparse.Namespace) -> int:
         if group is None
         else {"gpus": group[0], "layout": _degrees(group[1])},
         "best": _row(plan.best) if plan.best else None,
-        "layouts": [_row(candidate) for candidate in plan.candidates[: max(options.top, 1)]],
+        "layouts": [_row(candidate) for candidate in plan.candidates[: options.top]],
         "remedies": advice,
     }
+    if not plan.candidates:
+        result["why_none"] = why_none(config, job, options.gpus)
     if options.refused:
         result["refusals"] = [
             {"layout": str(refusal.layout), "reason": refusal.reason} for refusal in plan.refusals
@@ -151,7 +166,7 @@ def _config(text: str) -> ModelConfig:
             return preset(name, size if colon else "tiny")
         raise ConfigError(
             f"{text} is no folder, no config.json and no FAMILY:PRESET; families are "
-            f"{', '.join(model_types())}"
+            f"{', '.join(model_types())}; of a model on the hub its config.json is enough"
         )
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -166,8 +181,10 @@ def _config(text: str) -> ModelConfig:
 
 
 def _hardware(options: argparse.Namespace) -> Hardware:
-    given = {"memory": options.gpu_memory, "link": options.link, "network": options.network}
-    changes = {name: parse_bytes(text) for name, text in given.items() if text is not None}
+    given = {"link": options.link, "network": options.network}
+    changes = {name: parse_rate(text) for name, text in given.items() if text is not None}
+    if options.gpu_memory is not None:
+        changes["memory"] = parse_bytes(options.gpu_memory)
     if options.node_size is not None:
         changes["node_size"] = options.node_size
     if options.hardware is None:
@@ -215,7 +232,7 @@ def _text(
         f"{'layout':30} {'recompute':10} {'fits':5} {'GB':>6} {'tokens/s':>10} "
         f"{'TFLOP/s':>8}  bound",
     ]
-    for candidate in plan.candidates[: max(options.top, 1)]:
+    for candidate in plan.candidates[: options.top]:
         time = candidate.time
         speed, rate = ("-", "-")
         if time is not None:
@@ -225,6 +242,9 @@ def _text(
             f"{'yes' if candidate.fits else 'no':5} {candidate.memory.total / 1e9:6.1f} "
             f"{speed:>10} {rate:>8}  {time.bound if time else 'memory'}"
         )
+    if not plan.candidates:
+        lines += [f"no layout of {options.gpus} GPUs is legal; the commonest reasons:"]
+        lines += [f"  - {reason}" for reason in result["why_none"]]
     for refusal in plan.refusals:
         lines.append(f"refused {refusal.layout}: {refusal.reason}")
     shown = plan.best or (plan.candidates[0] if plan.candidates else None)
@@ -268,7 +288,20 @@ def _yaml(candidate: Candidate, job: Job) -> str:
         runtime["offload"] = "true"
     if job.mode == "full" and job.master_bytes == 2:
         runtime["master_dtype"] = "bfloat16"
-    block = ["parallel:", *shown]
+    block = [f"# planned for {_settings(job)}", "parallel:", *shown]
     if runtime:
         block += ["runtime:", *(f"  {name}: {value}" for name, value in runtime.items())]
     return "\n".join(block)
+
+
+def _settings(job: Job) -> str:
+    """Return the settings of the data, train and lora sections that the row was computed for."""
+    found = [f"seq_len {job.seq_len}", f"micro_batch {job.micro_batch}"]
+    found += [f"global_batch {job.global_batch}", f"optimizer {job.optimizer}"]
+    if job.optimizer != "sgd":
+        found.append(f"moments {job.moments}")
+    if job.optimizer == "adamw" and job.moments == "float32":
+        found.append(f"kernel {job.kernel}")
+    if job.mode == "lora":
+        found += [f"lora.rank {job.lora_rank}", f"lora.base {job.lora_base}"]
+    return ", ".join(found)

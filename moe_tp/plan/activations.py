@@ -11,6 +11,7 @@ the expert kernel has in its hands at the end of its backward, where a layer nee
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from moe_tp.models.config import ModelConfig
@@ -45,6 +46,40 @@ class Work:
     again: float
     moved: float
     backward: float
+
+
+def rows_per_token(config: ModelConfig, ranks: int) -> float:
+    """Return how many of `ranks` expert ranks a token's choices lie on, on average.
+
+    Choices are taken as uniform: over all experts, or over those of uniformly chosen groups. A rank
+    with n of E experts is hit with probability 1 - C(E - n, K) / C(E, K).
+
+    Args:
+        config: the model.
+        ranks: of ep; uneven shares are counted as they lie.
+    """
+    router = config.moe.router
+    experts, chosen = router.num_experts, router.top_k
+    if ranks == 1 or not config.moe_layers:
+        return 1.0
+    size = experts // router.num_groups
+    some, longer = divmod(experts, ranks)
+
+    def hit(held: int) -> float:
+        if router.num_groups == 1 or router.top_groups == router.num_groups:
+            return 1.0 - math.comb(experts - held, chosen) / math.comb(experts, chosen)
+        groups, per_group = max(1, held // size), min(held, size)
+        pool, total = router.top_groups * size, 0.0
+        ways = math.comb(router.num_groups, router.top_groups)
+        for met in range(1, min(groups, router.top_groups) + 1):
+            part = math.comb(groups, met) * math.comb(
+                router.num_groups - groups, router.top_groups - met
+            )
+            miss = math.comb(pool - met * per_group, chosen) / math.comb(pool, chosen)
+            total += part / ways * (1.0 - miss)
+        return total
+
+    return longer * hit(some + 1) + (ranks - longer) * hit(some)
 
 
 def layer_work(
@@ -170,4 +205,4 @@ def _attention(
     return gathered * each + shared + out, out, working
 
 
-__all__ = ["Load", "Work", "layer_work"]
+__all__ = ["Load", "Work", "layer_work", "rows_per_token"]

@@ -6,6 +6,7 @@ Rates are the makers' data sheets (dense bf16, without sparsity). Every number c
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -47,10 +48,25 @@ class Hardware:
     overlap: float = 0.8
 
     def __post_init__(self) -> None:
-        rates = ("flops", "memory", "bandwidth", "link", "network", "node_size")
-        for name in (*rates, "matmul_efficiency", "link_efficiency"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} of the hardware must be positive")
+        if not isinstance(self.name, str):
+            raise ConfigError(f"name={self.name!r} of the hardware must be a text")
+        for name in ("flops", "memory", "bandwidth", "link", "network", "node_size"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} of the hardware must be positive and finite"
+                )
+        if self.node_size != int(self.node_size):
+            raise ConfigError(f"node_size={self.node_size} of the hardware must be a whole number")
+        for name in ("matmul_efficiency", "link_efficiency"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} of the hardware must be positive, at most 1"
+                )
+        for name, most in (("latency", math.inf), ("half_rows", math.inf), ("overlap", 1.0)):
+            value = getattr(self, name)
+            if not 0 <= value <= most or value == math.inf:
+                limit = " and at most 1" if most == 1.0 else ""
+                raise ConfigError(f"{name}={value} of the hardware must be at least 0{limit}")
 
 
 # NVLink and Infinity Fabric rates are one direction; the network is one 400 Gbit/s port a GPU
@@ -135,19 +151,39 @@ def read_hardware(path: str | Path) -> Hardware:
 
 
 def parse_bytes(text: str) -> float:
-    """Return bytes of `80GB`, `80GiB`, `80e9` or a name of `LINKS`.
+    """Return bytes of `80GB`, `80GiB` or `80e9`.
 
     Raises:
         ConfigError: it is none of these, not positive, or a small number without a unit.
     """
-    if text.lower() in LINKS:
-        return LINKS[text.lower()]
+    value = _bytes_of(text)
+    if value is None:
+        raise ConfigError(f"{text!r} is no number of bytes; write 80GB, 80GiB or 80e9")
+    return value
+
+
+def parse_rate(text: str) -> float:
+    """Return bytes a second of `450GB`, `450GB/s`, `450e9` or a name of `LINKS`.
+
+    Raises:
+        ConfigError: it is none of these, not positive, or a small number without a unit.
+    """
+    value = LINKS.get(text.lower()) or _bytes_of(text)
+    if value is None:
+        raise ConfigError(
+            f"{text!r} is no link and no number of bytes a second; write 50GB, or one of "
+            f"{', '.join(LINKS)}"
+        )
+    return value
+
+
+def _bytes_of(text: str) -> float | None:
     match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?(?:/s)?", text.strip().lower())
     try:
         value = float(match.group(1)) if match else 0.0
     except ValueError:
         value = 0.0
-    if match is None or value <= 0 or (value < 1e6 and not match.group(2)):
-        raise ConfigError(f"{text!r} is no number of bytes; write 80GB, 80GiB or 80e9")
+    if match is None or not 0 < value < math.inf or (value < 1e6 and not match.group(2)):
+        return None
     base = 1024 if match.group(3) else 1000
     return value * float(base ** " kmgt".index(match.group(2) or " "))

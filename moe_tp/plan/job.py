@@ -5,6 +5,7 @@ Nothing here starts a rank or allocates a weight.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -101,15 +102,39 @@ class Job:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(kind))}"
                 )
-        for name in ("seq_len", "global_batch", "micro_batch", "lora_rank", "loss_chunk"):
+        counts = ("seq_len", "global_batch", "micro_batch", "dp_replicate", "lora_rank")
+        for name in (*counts, "loss_chunk"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.spare_slots < 0:
             raise ConfigError(f"spare_slots={self.spare_slots} must be at least 0")
         for name in ("skew", "layer_skew"):
             value = getattr(self, name)
-            if value is not None and not value >= 1.0:
+            if value is not None and not 1.0 <= value < math.inf:
                 raise ConfigError(f"{name}={value} is the busiest rank over the mean: at least 1")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuse settings that do not go together, as a run would."""
+        if self.micro_batch > self.global_batch:
+            raise ConfigError(
+                f"micro_batch={self.micro_batch} is more than global_batch={self.global_batch}, "
+                f"so no rank would have a full one; choose micro_batch <= {self.global_batch}"
+            )
+        if self.mode == "full" and self.lora_base != "loaded":
+            raise ConfigError(
+                f"lora_base={self.lora_base!r} is for frozen weights, but mode='full' trains all; "
+                f"choose mode='lora', or leave it out"
+            )
+        if self.mode == "lora" and self.master_bytes != 4:
+            raise ConfigError(
+                f"master_bytes={self.master_bytes} is of trained weights, but adapters stay in "
+                f"fp32; leave it (--bf16-weights) out with mode='lora'"
+            )
+        if self.optimizer == "sgd" and self.moments != "float32":
+            raise ConfigError(
+                f"moments={self.moments!r} is for adamw and muon; leave it out with sgd"
+            )
 
     @property
     def runtime(self) -> Runtime:

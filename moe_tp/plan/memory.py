@@ -10,7 +10,6 @@ under ZeRO it is what is gathered. Measured peaks stand in docs/planner.md.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,10 +19,20 @@ from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.parallel.mesh import Domain
 from moe_tp.parallel.pipeline.stages import deal_layers, num_stages
 from moe_tp.parallel.vocab import LOSS_PIECE
-from moe_tp.plan.activations import Load, Work, layer_work
+from moe_tp.plan.activations import Load, Work, layer_work, rows_per_token
 from moe_tp.plan.axes import axis_sizes
 from moe_tp.plan.job import Job
-from moe_tp.plan.params import Holding, Kind, Piece, adapters, hold, part_flops, pieces, zero_ranks
+from moe_tp.plan.params import (
+    Holding,
+    Kind,
+    Piece,
+    adapters,
+    hold,
+    owed_bytes,
+    pieces,
+    zero_ranks,
+)
+from moe_tp.plan.stages import Stage, part_flops
 
 Moment = Literal["loss", "backward", "end", "settle", "update"]
 _BUCKET_BYTES = 64 << 20  # of settle_gradients
@@ -88,57 +97,6 @@ _PARTS = (
     "weights", "adapters", "copies", "gradients", "states", "activations", "dispatch", "working",
     "logits", "settle", "update", "margin",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """What a pipeline rank holds: layers of each kind, and the ends of the model."""
-
-    rank: int
-    dense: int
-    moe: int
-    first: bool
-    last: bool
-
-    def kinds(self) -> list[tuple[Kind, int]]:
-        """Return its parts and how many there are of each."""
-        found: list[tuple[Kind, int]] = [("dense", self.dense), ("moe", self.moe)]
-        found += [("embed", int(self.first)), ("head", int(self.last))]
-        return [(kind, count) for kind, count in found if count]
-
-
-def rows_per_token(config: ModelConfig, ranks: int) -> float:
-    """Return how many of `ranks` expert ranks a token's choices lie on, on average.
-
-    Choices are taken as uniform: over all experts, or over those of uniformly chosen groups. A rank
-    with n of E experts is hit with probability 1 - C(E - n, K) / C(E, K).
-
-    Args:
-        config: the model.
-        ranks: of ep; uneven shares are counted as they lie.
-    """
-    router = config.moe.router
-    experts, chosen = router.num_experts, router.top_k
-    if ranks == 1 or not config.moe_layers:
-        return 1.0
-    size = experts // router.num_groups
-    some, longer = divmod(experts, ranks)
-
-    def hit(held: int) -> float:
-        if router.num_groups == 1 or router.top_groups == router.num_groups:
-            return 1.0 - math.comb(experts - held, chosen) / math.comb(experts, chosen)
-        groups, per_group = max(1, held // size), min(held, size)
-        pool, total = router.top_groups * size, 0.0
-        ways = math.comb(router.num_groups, router.top_groups)
-        for met in range(1, min(groups, router.top_groups) + 1):
-            part = math.comb(groups, met) * math.comb(
-                router.num_groups - groups, router.top_groups - met
-            )
-            miss = math.comb(pool - met * per_group, chosen) / math.comb(pool, chosen)
-            total += part / ways * (1.0 - miss)
-        return total
-
-    return longer * hit(some + 1) + (ranks - longer) * hit(some)
 
 
 class Planner:
@@ -373,7 +331,7 @@ class Planner:
         if job.kernel == "loop":
             return 2.0 * 4.0 * largest
         domains: tuple[Domain, ...] = ("dense", "expert")
-        return 4.0 * max(sum(h.trained[d] * n for h, _, n in held) for d in domains)
+        return 4.0 * max(sum(h.stepped[d] * n for h, _, n in held) for d in domains)
 
     def _logits(self, layout: ParallelLayout) -> float:
         """Return the bytes of one chunk of logits and of the gradients taken with it."""
@@ -389,6 +347,18 @@ class Planner:
         head = words * config.dim * (cast + (4 + c if job.mode == "full" else 0))
         return chunk + head + streams
 
+    def skew(self, layout: ParallelLayout, asked: float) -> float:
+        """Return rows of the busiest rank over the mean: never above all that it can get.
+
+        A rank with n experts gets at most min(K, n) of a token's K choices; the mean is K / ep.
+        """
+        if layout.ep == 1:
+            return 1.0
+        router = self.config.moe.router
+        slots = -(-router.num_experts // layout.ep) + self.job.spare_slots
+        held = min(router.top_k, slots)
+        return min(asked, max(1.0, layout.ep * held / router.top_k))
+
     def work(self, kind: Kind, layout: ParallelLayout, skew: float | None = None) -> Work:
         """Return what one layer holds of a micro-batch, on the busiest rank.
 
@@ -398,7 +368,7 @@ class Planner:
             skew: of the layer; None is the job's.
         """
         tokens = self.job.owned_tokens(layout)
-        skew = (skew or self.job.skew) if layout.ep > 1 else 1.0
+        skew = self.skew(layout, skew or self.job.skew)
         key = (kind, tokens, layout.tp, layout.cp > 1, layout.ep, layout.etp, skew)
         if key not in self._work:
             job, router = self.job, self.config.moe.router
@@ -421,26 +391,3 @@ class Planner:
                 self.pieces(kind, layout), self.job, zero=layout.zero > 0
             )
         return found
-
-
-def owed_bytes(found: list[Piece], job: Job, *, zero: bool) -> dict[tuple[str, ...], int]:
-    """Return the bytes, in fp32, of gradients that `settle_gradients` sums, by axes.
-
-    Args:
-        found: parameters of one part.
-        job: the run.
-        zero: ZeRO sums what it splits.
-    """
-    owed: dict[tuple[str, ...], int] = {}
-    for piece in found if job.mode == "full" else adapters(found, job.lora_rank):
-        if not piece.trained or (zero and piece.zero_sharded):
-            continue
-        axes: tuple[str, ...]
-        if piece.domain == "expert":
-            axes = ("edp", "etp") if piece.partial else ("edp",)
-        else:
-            axes = ("stage",) if piece.partial and not piece.split else ("dp_cp",)
-        if piece.copies > 1:
-            axes += ("pp_ends",)
-        owed[axes] = owed.get(axes, 0) + 4 * piece.size
-    return owed

@@ -14,7 +14,6 @@ from typing import Literal
 
 from moe_tp.experts.quantized import blocks_of, bytes_of
 from moe_tp.models.config import ModelConfig
-from moe_tp.models.counts import attention_params, expert_params
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.parallel.mesh import Domain
 from moe_tp.plan.job import MOMENT_BYTES, Job
@@ -232,10 +231,12 @@ class Holding:
         elements: of parameters between steps.
         weights, adapters, gradients, states: bytes on the device between steps.
         trained: elements of trained parameters between steps, by domain.
+        stepped: those of them that the optimiser steps on the device, not in host memory.
         casts: elements whose compute copy lies in the graph (what ZeRO does not gather).
         whole: elements that ZeRO splits, before it does, by domain.
         accumulated: elements of whole gradients that ZeRO 1 adds up, beyond the split ones.
-        largest: elements of the largest trained parameter before ZeRO, and of that between steps.
+        largest: elements of the largest trained parameter before ZeRO.
+        largest_rest: of the largest that is stepped on the device, between steps.
         taken_back: elements of the largest matrix of one expert that rests in few bits.
     """
 
@@ -245,6 +246,7 @@ class Holding:
     gradients: float
     states: float
     trained: dict[Domain, int]
+    stepped: dict[Domain, int]
     casts: int
     whole: dict[Domain, int]
     accumulated: int
@@ -323,20 +325,22 @@ def hold(config: ModelConfig, kind: Kind, layout: ParallelLayout, job: Job) -> H
         return rest(piece) * width(piece)
 
     domains: tuple[Domain, ...] = ("dense", "expert")
+    stepped = [p for p in trained if p not in host]
     ends = kind in ("embed", "head")
     return Holding(
         elements=sum(rest(p) for p in found),
         weights=float(sum(at_rest(p) for p in found if p not in host)),
         taken_back=max((p.size // p.shape[0] for p in found if p.quantized(job)), default=0),
         adapters=float(sum(p.size * 4 for p in added)),
-        gradients=float(sum(rest(p) * width(p) for p in trained if p not in host)),
-        states=sum(_state(p, rest(p), width(p), job, ends) for p in trained if p not in host),
+        gradients=float(sum(rest(p) * width(p) for p in stepped)),
+        states=sum(_state(p, rest(p), width(p), job, ends) for p in stepped),
         trained={d: sum(rest(p) for p in trained if p.domain == d) for d in domains},
+        stepped={d: sum(rest(p) for p in stepped if p.domain == d) for d in domains},
         casts=sum(p.size for p in found if not p.fp32 and p not in split),
         whole={d: sum(p.size for p in split if p.domain == d) for d in domains},
         accumulated=sum(p.size - rest(p) for p in split if p.trained) if full else 0,
         largest=max((p.size for p in trained), default=0),
-        largest_rest=max((rest(p) for p in trained), default=0),
+        largest_rest=max((rest(p) for p in stepped), default=0),
     )
 
 
@@ -351,25 +355,24 @@ def _state(piece: Piece, size: int, width: int, job: Job, ends: bool) -> float:
     return size * each * (1 if job.optimizer == "muon" and matrix else 2)
 
 
-def part_flops(config: ModelConfig, kind: Kind, length: int) -> tuple[float, float, float]:
-    """Return operations of one token's forward: dense matmuls, routed experts, attention scores.
+def owed_bytes(found: list[Piece], job: Job, *, zero: bool) -> dict[tuple[str, ...], int]:
+    """Return the bytes, in fp32, of gradients that `settle_gradients` sums, by axes.
 
     Args:
-        config: the model.
-        kind: which part.
-        length: tokens a sequence.
+        found: parameters of one part.
+        job: the run.
+        zero: ZeRO sums what it splits.
     """
-    if kind == "embed":
-        return 0.0, 0.0, 0.0
-    if kind == "head":
-        return 2.0 * config.vocab_size * config.dim, 0.0, 0.0
-    a, mla = config.attention, config.attention.mla
-    width = 2 * a.head_dim if mla is None else mla.qk_dim + mla.value_dim
-    scores = 1.0 * length * a.num_heads * width  # half the keys, 2 operations each
-    dense = 2.0 * attention_params(a, config.dim)
-    if kind == "dense":
-        return dense + 6.0 * config.dim * config.dense_dim, 0.0, scores
-    moe = config.moe
-    dense += 6.0 * config.dim * moe.shared_dim + 2.0 * config.dim * moe.router.num_experts
-    chosen = min(moe.router.top_k, moe.router.num_experts)
-    return dense, 2.0 * chosen * expert_params(config), scores
+    owed: dict[tuple[str, ...], int] = {}
+    for piece in found if job.mode == "full" else adapters(found, job.lora_rank):
+        if not piece.trained or (zero and piece.zero_sharded):
+            continue
+        axes: tuple[str, ...]
+        if piece.domain == "expert":
+            axes = ("edp", "etp") if piece.partial else ("edp",)
+        else:
+            axes = ("stage",) if piece.partial and not piece.split else ("dp_cp",)
+        if piece.copies > 1:
+            axes += ("pp_ends",)
+        owed[axes] = owed.get(axes, 0) + 4 * piece.size
+    return owed

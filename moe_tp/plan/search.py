@@ -14,7 +14,6 @@ from moe_tp.plan.memory import Memory, Planner
 from moe_tp.plan.time import Clock, StepTime
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-_SMALLEST = 1 << 14  # GPUs up to which the smallest group is looked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,79 +244,3 @@ def _candidate(layout: ParallelLayout, clocks: list[Clock]) -> Candidate:
                 time=clock.step(layout) if fits else None,
             )
     raise AssertionError("no recompute mode was given")
-
-
-def smallest_group(
-    config: ModelConfig, job: Job, gpu: Hardware, *, most: int = 4096
-) -> tuple[int, Candidate] | None:
-    """Return the fewest GPUs (a power of two, or one and a half) on which anything fits.
-
-    Args:
-        config: the model.
-        job: the run.
-        gpu: memory and rates.
-        most: GPUs to look up to.
-    """
-    sizes = sorted({n for p in range(15) for n in (1 << p, 3 << p) if n <= min(most, _SMALLEST)})
-    for gpus in sizes:
-        least = _least(config, job, gpus, gpu)
-        if least is not None:
-            return gpus, least
-    return None
-
-
-def _least(config: ModelConfig, job: Job, gpus: int, gpu: Hardware) -> Candidate | None:
-    """Return the layout with the least memory under full recompute, if it fits."""
-    planner = Planner(config, replace(job, recompute="full"))
-    best: tuple[float, ParallelLayout, Memory] | None = None
-    for layout in legal_layouts(config, job, gpus)[0]:
-        memory = planner.peak(layout)
-        if best is None or memory.total < best[0]:
-            best = (memory.total, layout, memory)
-    if best is None or best[0] > gpu.memory:
-        return None
-    time = Clock(planner, gpu).step(best[1])
-    return Candidate(layout=best[1], recompute="full", memory=best[2], fits=True, time=time)
-
-
-def remedies(config: ModelConfig, job: Job, gpus: int, gpu: Hardware) -> list[str]:
-    """Return what would make the model fit, the cheapest first; each is tried by itself.
-
-    The order is by what it costs the run: recompute is part of every search; a smaller micro-batch
-    and an optimiser that holds nothing besides its states cost next to nothing; narrower states
-    cost some precision; LoRA trains less; host memory costs time; more GPUs cost GPUs.
-
-    Args:
-        config: the model.
-        job: the run.
-        gpus: N.
-        gpu: memory and rates.
-    """
-    tries: list[tuple[str, Job]] = []
-    if job.micro_batch > 1:
-        tries.append(("train.micro_batch: 1", replace(job, micro_batch=1)))
-    if job.optimizer == "adamw" and job.moments == "float32":
-        if job.kernel == "foreach":
-            tries.append(("train.kernel: fused", replace(job, kernel="fused")))
-        for moments in ("bfloat16", "8bit"):
-            tries.append((f"train.moments: {moments}", replace(job, moments=moments)))
-    if job.mode == "full" and job.master_bytes == 4:
-        low = replace(job, master_bytes=2, moments="bfloat16")
-        tries.append(("bf16 weights and moments (runtime.master_dtype: bfloat16)", low))
-    if job.mode == "full":
-        tries.append(("LoRA over frozen bf16 weights (--mode lora)", replace(job, mode="lora")))
-    if job.mode == "lora" and job.lora_base == "loaded":
-        few = replace(job, lora_base="int4")
-        tries.append(("experts' frozen weights in 4 bits (lora.base: int4)", few))
-    if not job.offload:
-        away = replace(job, offload=True)
-        tries.append(("weights and states in host memory (runtime.offload: true)", away))
-    found = []
-    for what, changed in tries:
-        least = _least(config, changed, gpus, gpu)
-        if least is not None:
-            found.append(f"{what}: {least.memory.total / 1e9:.1f} GB a GPU as {least.layout}")
-    group = smallest_group(config, job, gpu)
-    if group is not None and group[0] > gpus:
-        found.append(f"more GPUs: {group[0]} as {group[1].layout}")
-    return found

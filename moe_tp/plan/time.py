@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.plan.axes import axis_sizes, spans
 from moe_tp.plan.hardware import Hardware
-from moe_tp.plan.memory import Planner, Stage
-from moe_tp.plan.params import Kind, part_flops
+from moe_tp.plan.memory import Planner
+from moe_tp.plan.params import Kind
+from moe_tp.plan.stages import Stage, part_flops
 from moe_tp.plan.traffic import Flow, part_traffic, stage_traffic
 
 
@@ -136,7 +137,7 @@ def _compute(planner: Planner, layout: ParallelLayout, kind: Kind, gpu: Hardware
     dense, routed, scores = part_flops(config, kind, job.seq_len)
     # tp gathers the tokens of its ranks, and each computes its share of the outputs
     work = (dense + scores) * (1.0 + gpu.half_rows / (tokens * layout.tp))
-    work += routed * job.skew * (1.0 + gpu.half_rows / rows)
+    work += routed * planner.skew(layout, job.skew) * (1.0 + gpu.half_rows / rows)
     seconds = work * tokens * again / (gpu.flops * gpu.matmul_efficiency)
     return seconds + _moved(planner, layout, kind, tokens) * again / 2.0 / gpu.bandwidth
 
@@ -151,7 +152,7 @@ def _moved(planner: Planner, layout: ParallelLayout, kind: Kind, tokens: int) ->
     moved += 4.0 * tokens * (a.num_heads + a.num_kv_heads) * a.head_dim * c
     if kind == "dense":
         return moved + 3.0 * tokens * config.dense_dim * c
-    pairs = tokens * config.moe.router.top_k * planner.job.skew
+    pairs = tokens * config.moe.router.top_k * planner.skew(layout, planner.job.skew)
     moved += pairs * (4.0 * config.dim * layout.etp + 5.0 * config.moe.expert_dim) * c
     return moved + 3.0 * tokens * config.moe.shared_dim * c
 

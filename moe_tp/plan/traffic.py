@@ -31,8 +31,9 @@ from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.parallel.mesh import Domain
 from moe_tp.plan.axes import axis_sizes
 from moe_tp.plan.job import Job
-from moe_tp.plan.memory import Planner, Stage
+from moe_tp.plan.memory import Planner
 from moe_tp.plan.params import Kind, zero_ranks
+from moe_tp.plan.stages import Stage
 
 _SHARDS: dict[Domain, str] = {"dense": "shard", "expert": "expert_shard"}
 _COPIES: dict[Domain, str] = {"dense": "replicate", "expert": "expert_replicate"}
