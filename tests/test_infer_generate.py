@@ -10,6 +10,7 @@ import pytest
 import torch
 from model_cases import CASES, error, hub_config
 from test_models_transformers import both
+from torch import nn
 
 from moe_tp.errors import ConfigError, DataError, RoutingError
 from moe_tp.experts.few import compute_few
@@ -109,8 +110,19 @@ MANY = [(case, layout) for case in ("qwen3_moe", "olmoe", "glm4_moe", "deepseek_
                        {"tp": 2, "zero": 1, "ep": 2}, {"etp": 4}, {"zero": 2})]  # fmt: skip
 
 
+def draw_biases(model: nn.Module) -> None:
+    """Give the biases values: a new model's are zero."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "bias" in name:
+                to_local(param).normal_(std=0.3)
+
+
 def check_layout(case: str, layout: dict[str, int], tmp_path: Path) -> None:
-    save_pretrained(build(ModelConfig.from_hub(hub_config(case)), Mesh.single(), seed=1), tmp_path)
+    model = build(ModelConfig.from_hub(hub_config(case)), Mesh.single(), seed=1)
+    draw_biases(model)
+    save_pretrained(model, tmp_path)
     ranks = 2 if max(layout.values()) * len(layout) <= 3 else 4
     if case == "mixtral":  # num_kv_heads 2
         ranks = 2
@@ -198,11 +210,7 @@ def test_few_tokens_are_computed_alike(case: str, monkeypatch: pytest.MonkeyPatc
     for experts in ("auto", "loop"):
         mesh = Mesh.single(runtime=Runtime(experts=experts))
         model = build(config, mesh, seed=1, dtype=torch.float64)
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                if "bias" in name:
-                    param.to_local().normal_(std=0.3)
+        draw_biases(model)
         calls.clear()
         got = generate(model, PROMPTS, max_new_tokens=5, return_logits=True)
         assert bool(calls) == (experts == "auto")
