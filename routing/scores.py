@@ -6,7 +6,7 @@ T tokens on this rank · D width · E experts
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 from moe_tp.routing.config import RouterConfig, Score
 
 __all__ = ["compute_scores", "full_precision", "position_free_sigmoid", "promote", "router_logits"]
+
+_PIECE = 1 << 17  # numbers of the input that are widened at a time
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -82,19 +84,43 @@ class _WideLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.product = product
         ctx.save_for_backward(x, weight)
-        return F.linear(x.to(weight.dtype), weight, bias)
+        y = weight.new_empty((x.shape[0], weight.shape[0]))
+        for piece, wide in _wide_pieces(x, weight.dtype):
+            y[piece] = F.linear(wide, weight, bias)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad, want = grads[0], ctx.needs_input_grad
+        d_x = torch.empty_like(x) if want[0] else None
+        d_weight = torch.zeros_like(weight) if want[1] else None
         with full_precision(x.device):  # a backward may be called under autocast too
-            return (
-                ctx.product(grad, weight).to(x.dtype) if want[0] else None,
-                ctx.product(grad.t(), x.to(weight.dtype)) if want[1] else None,
-                grad.sum(0) if want[2] else None,
-                None,
-            )
+            if d_weight is not None:
+                for piece, wide in _wide_pieces(x, weight.dtype):
+                    d_weight += ctx.product(grad[piece].t(), wide)
+            if d_x is not None:
+                for piece in _pieces(x):
+                    d_x[piece] = ctx.product(grad[piece], weight)
+            return d_x, d_weight, grad.sum(0) if want[2] else None, None
+
+
+def _pieces(x: Tensor) -> list[slice]:
+    """Return runs of rows whose wide copy stays in a CPU's cache; elsewhere all rows."""
+    if not x.is_cpu or torch.compiler.is_compiling():
+        return [slice(None)]
+    rows = max(_PIECE // max(x.shape[1], 1), 1)
+    return [slice(at, at + rows) for at in range(0, x.shape[0], rows)]
+
+
+def _wide_pieces(x: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Yield runs of rows and what they hold in `dtype`, in memory that the next one uses again."""
+    buffer: Tensor | None = None
+    for piece in _pieces(x):
+        rows = x[piece]
+        if buffer is None:
+            buffer = torch.empty(rows.shape, dtype=dtype, device=x.device)
+        yield piece, buffer[: rows.shape[0]].copy_(rows)
 
 
 class _Sigmoid(torch.autograd.Function):

@@ -200,3 +200,20 @@ def test_layout_dependence_is_marked() -> None:
         assert config.layout_dependent
         assert kind in str(config.layout_dependence)
     assert "capacity" in str(RouterConfig(8, 2, capacity_factor=1.0).layout_dependence)
+
+
+def test_pieces_of_the_input_give_the_whole_gradient() -> None:
+    """R4: a bf16 input is widened some rows at a time; 600 rows of 512 make three pieces."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(600, 512).bfloat16(), torch.randn(8, 512)
+    bias, grad = torch.randn(8), torch.randn(600, 8)
+    found = []
+    for cast in (torch.bfloat16, torch.float32):
+        leaves = [v.clone().requires_grad_() for v in (x.to(cast), weight, bias)]
+        logits = router_logits(*leaves)
+        logits.backward(grad)
+        found.append([logits.detach(), *(leaf.grad for leaf in leaves)])
+    for got, want in zip(*found, strict=True):
+        assert got is not None
+        assert want is not None
+        torch.testing.assert_close(got, want.to(got.dtype), rtol=1e-5, atol=1e-4)

@@ -2,6 +2,7 @@
 
 Every pass computes in fp32 and rounds what it writes to the dtype of the rows: casting whole
 buffers to fp32 and back costs more on a CPU than all the rest. The sums that follow are in fp32.
+SwiGLU of bf16 rows on a CPU is one pass where that compiles (`moe_tp.experts.compiled`).
 
 Letters: n pairs of one block · N two times F · F expert hidden.
 """
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_tp.experts.activation import Activation, ActivationStep
+from moe_tp.experts import compiled
+from moe_tp.experts.activation import Activation, ActivationStep, SwiGLU
 from moe_tp.experts.blocks import PASS
 
 CHUNK = {"cpu": PASS, "cuda": 1 << 24}  # elements of one elementwise pass; CPU: stay in cache
@@ -23,6 +25,9 @@ def _chunks(rows: int, columns: int, device: torch.device) -> list[slice]:
 
 def activate(gate_up_nN: torch.Tensor, hidden_nF: torch.Tensor, act: Activation) -> None:
     """Fill `hidden_nF` with the activation."""
+    if isinstance(act, SwiGLU) and compiled.available((gate_up_nN, hidden_nF)):
+        compiled.swiglu(gate_up_nN, hidden_nF)
+        return
     rows, size = hidden_nF.shape
     for chunk in _chunks(rows, size, hidden_nF.device):
         gate_up = gate_up_nN[chunk]
@@ -39,6 +44,10 @@ def activate_backward(
     act: Activation,
 ) -> None:
     """Fill weighted hidden, pre-activation and weight gradients from `grad_nF` (overwritten)."""
+    rows_of_all = (grad_nF, gate_up_nN, hidden_nF, d_gate_up_nN)
+    if isinstance(act, SwiGLU) and compiled.available(rows_of_all, (weight_n, d_weight_n)):
+        compiled.swiglu_backward(grad_nF, gate_up_nN, weight_n, hidden_nF, d_gate_up_nN, d_weight_n)
+        return
     rows, size = hidden_nF.shape
     weight_n1 = weight_n.to(grad_nF.dtype)[:, None]
     for chunk in _chunks(rows, size, hidden_nF.device):
