@@ -105,6 +105,9 @@ def test_not_a_number_and_infinity_come_through(compiler: None) -> None:
     assert got["d_gate_up"].isnan().nonzero().tolist() == [[0, 3], [0, 73]]
     assert got["d_weight"].isnan().tolist() == [True, False]
     assert -1e-30 < got["act"][1, 0] <= 0
+    # a weight whose low bits are all set, which adding half a unit would carry into the sign
+    given["weight"][1] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    assert passes(given)["hidden"][1].isnan().all()
     given["gate_up"][1, 70] = float("inf")
     given["gate_up"][1, 0] = 1
     assert passes(given)["act"][1, 0] == float("inf")
