@@ -204,6 +204,49 @@ def test_masked_tokens_are_left_out(folder: Path) -> None:
     assert (made.ids, made.labels) == ([5, 6, 7], [-100, 6, 7])
 
 
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"conversations": [{"from": ["x"], "value": "a"}]}, r"'from' of a turn .* \['x'\]"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "role 'user' has int as its content"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "'user' has dict as its content"),
+        ({"messages": TURNS, "tools": 3}, "'tools' is int where a list must stand"),
+        ({"instruction": "a", "output": "b", "history": 5}, "history must be a list of pairs"),
+        ({"instruction": "a", "output": "b", "system": 4}, "'system' has int as its content"),
+    ],
+)
+def test_values_that_a_template_would_print(
+    folder: Path, record: dict[str, Any], said: str
+) -> None:
+    """F3: one sentence, where jinja would write a number or a mapping into the text."""
+    (folder / "chat_template.jinja").write_text(CHATML)
+    with pytest.raises(DataError, match=rf"a\.jsonl line 1: .*{said}"):
+        documents(folder, "a.jsonl", json.dumps(record))
+
+
+def test_roles_in_capitals_and_messages_as_conversations(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(CHATML)
+    (plain,) = documents(folder, "a.jsonl", json.dumps({"messages": TURNS[:2]}))
+    capitals = [
+        {"from": name, "value": turn["content"]}
+        for name, turn in zip(("Human", "GPT"), TURNS[:2], strict=True)
+    ]
+    for turns in (capitals, TURNS[:2]):
+        assert documents(folder, "b.jsonl", json.dumps({"conversations": turns})) == [plain]
+
+
+@pytest.mark.parametrize("order", [("body", "text"), ("text", "body")])
+def test_a_renamed_column_goes_before_one_of_that_name(
+    folder: Path, order: tuple[str, str]
+) -> None:
+    """In whatever order the file has them."""
+    line = json.dumps({name: {"body": "wanted", "text": "other"}[name] for name in order})
+    (made,) = documents(folder, "a.jsonl", line, columns={"text": "body"})
+    assert show(made)[0] == "wanted$"
+    (one,) = documents(folder, "a.json", '{"text": "a"}')
+    assert show(one)[0] == "a$"
+
+
 def test_parts_of_a_message_are_joined(folder: Path) -> None:
     """A template would print a list with its brackets, and a missing answer as 'None'."""
     (folder / "chat_template.jinja").write_text(CHATML)
@@ -232,7 +275,10 @@ def test_parts_of_a_message_are_joined(folder: Path) -> None:
         ("a.csv", "text\n", "is empty"),
         ("a.jsonl", '{"text": "a"}\n{"text"', "line 2 is not JSON"),
         ("a.jsonl", "[1]\n", "line 1 holds list where an object"),
-        ("a.json", '{"text": "a"}', "holds dict where a list"),
+        ("a.json", '"a"', "holds str where a list"),
+        ("a.json", '{"data": [{"text": "a"}]}', "record 0 has the keys 'data', which no format"),
+        ("a.csv", "text,text\na,b\n", "names column 'text' twice"),
+        ("a.jsonl", '{"input_ids": [5], "attention_mask": ["0"]}', "one value for each input_id"),
         ("a.jsonl", '{"story": "a"}', "has the keys 'story', which no format has"),
         ("a.jsonl", '{"text": "a"}\n{"txt": "b"}', "line 2 has no 'text'"),
         ("a.jsonl", '{"text": 3}', "'text' is int where text must stand"),

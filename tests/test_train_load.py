@@ -117,6 +117,23 @@ def test_services_get_each_step(root: Path, name: str, monkeypatch: pytest.Monke
     assert values["wire_bytes_sent/rank_0"] == 0.0
 
 
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_services_know_a_run_again(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B by its id (its `resume` does nothing without one), trackio by its name."""
+    fake = Fake(name)
+    monkeypatch.setitem(sys.modules, name, fake)
+    for step in (0, 2, 0):
+        open_trackers([name], tmp_path / "run", project="p", settings={}, step=step)
+    calls = [settings for _, settings in fake.calls]
+    assert [call["resume"] for call in calls] == ["never", "allow", "never"]
+    if name == "wandb":
+        assert calls[0]["id"] == calls[1]["id"] != calls[2]["id"]
+    else:
+        assert all("id" not in call for call in calls)
+
+
 def test_tensorboard_gets_each_step(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer's contract, against a fake: scalars by name and step, closed; a resume purges."""
     made: list[Any] = []

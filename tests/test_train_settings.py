@@ -180,3 +180,14 @@ def test_held_out_data_that_is_learned_from(
         words = [f"data.train={tmp_path}/a*", f"data.eval={tmp_path}/../{tmp_path.name}/{held_out}"]
         warn_of_settings(load_config(path, words), 100)
         assert (f"{held_out} is in data.train too" in caplog.text) == said
+        assert "more than once" not in caplog.text
+
+
+def test_a_file_that_is_named_twice(
+    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once by its name, once by a glob: read twice, as it says."""
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("x")
+    warn_of_settings(load_config(path, [f"data.train=[{tmp_path}/*.txt, {tmp_path}/b.txt]"]), 100)
+    assert caplog.text.count(f"data.train names {tmp_path / 'b.txt'} more than once") == 1

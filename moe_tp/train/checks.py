@@ -92,7 +92,14 @@ def warn_of_settings(config: FinetuneConfig, steps: int) -> None:
         )
     if train.eval_every and not config.data.eval:
         _log.warning("train.eval_every=%d evaluates nothing without data.eval", train.eval_every)
-    learned = {path.resolve() for path in list_files(config.data.train)}
+    named = [path.resolve() for path in list_files(config.data.train)]
+    learned = set(named)
+    if len(learned) < len(named):
+        _log.warning(
+            "data.train names %s more than once, so that its records are learned as many times "
+            "an epoch",
+            next(path for path in named if named.count(path) > 1),
+        )
     both = [path for path in list_files(config.data.eval) if path.resolve() in learned]
     if both:
         _log.warning(

@@ -27,8 +27,13 @@ def _as_text(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     content = message.get("content")
     if content is None and not message.get("tool_calls"):
         raise DataError(f"{where}: a message of role {message['role']!r} has no content")
-    if not isinstance(content, list):
+    if content is None or isinstance(content, str):
         return message
+    if not isinstance(content, list):
+        raise DataError(
+            f"{where}: a message of role {message['role']!r} has {type(content).__name__} as its "
+            f"content, where text must stand"
+        )
     found = [part.get("text") if isinstance(part, Mapping) else part for part in content]
     parts = [part for part in found if isinstance(part, str)]
     if len(parts) < len(found):
@@ -160,7 +165,14 @@ class DocumentMaker:
         )
 
     def _renamed(self, record: Record) -> dict[str, Any]:
-        return {self._columns.get(key, key): value for key, value in record.fields.items()}
+        """Return a record's values by our names; what data.columns names goes before others."""
+        fields = record.fields
+        found = {self._columns[key]: value for key, value in fields.items() if key in self._columns}
+        return found | {
+            key: value
+            for key, value in fields.items()
+            if key not in self._columns and key not in found
+        }
 
     def _text(self, fields: dict[str, Any], where: str) -> Document:
         if self.config.loss == "answers":
@@ -183,8 +195,11 @@ class DocumentMaker:
             raise DataError(f"{where}: {len(labels)} labels for {len(ids)} input_ids")
         mask = fields.get("attention_mask")
         if mask is not None:
-            if not isinstance(mask, list) or len(mask) != len(ids):
-                raise DataError(f"{where}: attention_mask must hold one value for each input_id")
+            known = isinstance(mask, list) and all(real in (0, 1) for real in mask)
+            if not known or len(mask) != len(ids):
+                raise DataError(
+                    f"{where}: attention_mask must hold one value for each input_id, 0 or 1"
+                )
             ids = [i for i, real in zip(ids, mask, strict=True) if real]
             if labels is not None:
                 labels = [i for i, real in zip(labels, mask, strict=True) if real]
@@ -231,7 +246,8 @@ class DocumentMaker:
         messages: list[dict[str, Any]] = []
         if fields.get("system"):
             messages.append({"role": "system", "content": fields["system"]})
-        for turn in fields.get("history") or []:
+        history = fields.get("history") or []
+        for turn in history if isinstance(history, list) else [history]:
             if not isinstance(turn, list) or len(turn) != 2:
                 raise DataError(f"{where}: history must be a list of pairs, question and answer")
             user, assistant = turn
@@ -246,9 +262,15 @@ class DocumentMaker:
         if fields.get("system"):
             messages.append({"role": "system", "content": fields["system"]})
         for turn in _list(fields, "conversations", where):
-            if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
+            if isinstance(turn, dict) and "role" in turn and "content" in turn:
+                messages.append(turn)  # messages under this name, as many data sets have them
+                continue
+            if not isinstance(turn, dict) or "value" not in turn:
                 raise DataError(f"{where}: a turn of conversations must hold 'from' and 'value'")
-            role = _ROLES.get(turn["from"], turn["from"])
+            name = turn.get("from")
+            if not isinstance(name, str):
+                raise DataError(f"{where}: 'from' of a turn must be text, not {name!r}")
+            role = _ROLES.get(name.lower(), name)
             messages.append({"role": role, "content": turn["value"]})
         return self._conversation(messages, fields, where)
 
@@ -268,6 +290,8 @@ class DocumentMaker:
         tools = fields.get("tools")
         if isinstance(tools, str):
             tools = decode_json(tools, f"{where}: 'tools' is text that") if tools.strip() else None
+        if tools is not None and not isinstance(tools, list):
+            raise DataError(f"{where}: 'tools' is {type(tools).__name__} where a list must stand")
         try:
             found = template.render(messages, answers=answers, tools=tools)
         except DataError as error:

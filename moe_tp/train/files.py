@@ -172,6 +172,8 @@ def _json(path: Path) -> Iterator[Record]:
             raise
         yield from _jsonl(path)  # an object a line under the name .json, as many tools write it
         return
+    if isinstance(content, dict):
+        content = [content]  # a file of one line, or of one record
     if not isinstance(content, list):
         raise DataError(f"{path} holds {type(content).__name__} where a list of records must stand")
     for number, item in enumerate(content):
@@ -183,6 +185,10 @@ def _csv(path: Path) -> Iterator[Record]:
     csv.field_size_limit(sys.maxsize)
     reader = csv.DictReader(io.StringIO(_read_text(path), newline=""), strict=True)
     try:
+        names = reader.fieldnames or ()
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise DataError(f"{path} names column {twice[0]!r} twice in its first line; rename one")
         for row in reader:
             where = f"{path} line {reader.line_num}"
             if None in row or None in row.values():

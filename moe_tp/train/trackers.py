@@ -6,6 +6,7 @@ The packages are imported when a run asks for them, and not before.
 from __future__ import annotations
 
 import importlib
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 from moe_tp.errors import ConfigError
 
 TENSORBOARD = "tensorboard"  # folder in the output, and name of the tracker
+WANDB_ID = "wandb-id"  # file in the output
 
 
 class Tracker(Protocol):
@@ -63,14 +65,21 @@ class Service:
         output: the run's folder, whose name is the run's.
         project: of the service.
         settings: of the run.
+        step: steps already done; a run that goes on is the same run there.
     """
 
     def __init__(
-        self, package: str, output: Path, project: str, settings: Mapping[str, Any]
+        self, package: str, output: Path, project: str, settings: Mapping[str, Any], step: int
     ) -> None:
         self._package = _module(package, package)
+        # trackio knows a run by its name, W&B by its id alone.
+        known = {"id": _identity(output, step)} if package == "wandb" else {}
         self._package.init(
-            project=project, name=output.resolve().name, config=dict(settings), resume="allow"
+            project=project,
+            name=output.resolve().name,
+            config=dict(settings),
+            resume="allow" if step else "never",
+            **known,
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -105,8 +114,18 @@ def open_trackers(
         if name == TENSORBOARD:
             found.append(TensorBoard(output, step))
         else:
-            found.append(Service(name, output, project, settings))
+            found.append(Service(name, output, project, settings, step))
     return found
+
+
+def _identity(output: Path, step: int) -> str:
+    """Return the id of a run at W&B: the one in its folder, a new one at its start."""
+    path = output / WANDB_ID
+    if step and path.is_file():
+        return path.read_text().strip()
+    output.mkdir(parents=True, exist_ok=True)
+    path.write_text(secrets.token_hex(8))
+    return path.read_text()
 
 
 def _module(name: str, package: str) -> Any:
