@@ -1,9 +1,12 @@
-"""Round numbers of places for 16-bit products on a CPU, and sums that are rounded once."""
+"""Round numbers of places for oneDNN's products on a CPU, and sums that are rounded once."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from model_cases import error
 
 from moe_tp.experts.activation import SwiGLU
 from moe_tp.experts.dispatch import Received
@@ -38,6 +41,46 @@ def test_places_hold_each_pair_once_and_zeros_else() -> None:
     value_Q = places.spread(value_P)
     assert value_Q.sum() == pytest.approx(float(value_P[:51].sum()))
     assert torch.equal(places.collect(value_Q, 53), torch.cat([value_P[:51], torch.zeros(2)]))
+
+
+@pytest.mark.parametrize("by_onednn", [True, False])
+def test_fp32_takes_round_places_where_onednn_multiplies(
+    by_onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not for little work, nor in fp64, nor in MKL's products."""
+    monkeypatch.setattr("moe_tp.parallel.product._prefers_onednn", lambda: by_onednn)
+    row_P, counts = torch.arange(50), (17, 33)
+    wide, narrow = torch.empty(60, 2048), torch.empty(60, 4)
+    assert make_places(row_P, counts, wide).counts == ((18, 36) if by_onednn else counts)
+    for rows in (narrow, wide.double()):
+        assert make_places(row_P, counts, rows).counts == counts
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_round_places_in_fp32_change_no_answer(
+    early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D1, D3: every gradient too, as near to fp64 as the loop."""
+    monkeypatch.setattr("moe_tp.experts.places.compiles_each_size", lambda rows: True)
+    counts, results = [137, 0, 17, 200, 5, 256], []
+    for dtype, backend in ((torch.float64, "loop"), (torch.float32, "sliced")):
+        received, tensors = made(counts, dtype)
+        if early:
+            received = replace(received, early=lambda rows: None)
+        y = experts_forward(
+            received, tensors["gate_up"], tensors["down"], activation=SwiGLU(), backend=backend,  # type: ignore[arg-type]
+        )  # fmt: skip
+        torch.manual_seed(2)
+        y.backward(torch.randn(y.shape).to(y.dtype))
+        results.append(
+            [
+                y.detach().double(),
+                *(v.grad.double() for v in tensors.values() if v.grad is not None),
+            ]
+        )
+    assert len(results[0]) == len(results[1]) == 5
+    for exact, got in zip(*results, strict=True):
+        assert error(got, exact) < 1e-6
 
 
 def made(counts: list[int], dtype: torch.dtype) -> tuple[Received, dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Places of pairs whose numbers an expert are round, for 16-bit products on a CPU.
+"""Places of pairs whose numbers an expert are round, for oneDNN's products on a CPU.
 
 Letters: P pairs · N pairs that have an expert · Q places · R rows · S terms of sums · D width.
 
@@ -19,9 +19,10 @@ import torch
 
 from moe_tp.experts import workspace
 from moe_tp.experts.rows import SumPlan, plan_sums, stable_order, sum_rows
+from moe_tp.parallel.product import compiles_each_size
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
-_LEAST_SUM = 1 << 16  # elements; below, the plan of a sum costs more than it saves
+_LEAST_SUM = 1 << 16  # elements; below, plans of sums, and of fp32 places, cost more than they save
 
 
 def round_up(count: int) -> int:
@@ -99,16 +100,18 @@ class Places:
 
 
 def make_places(pair_row_P: torch.Tensor, counts: Sequence[int], rows_RD: torch.Tensor) -> Places:
-    """Return the places of all pairs; on a CPU in bf16 round numbers of them.
+    """Return the places of all pairs; where oneDNN multiplies, round numbers of them.
 
     Args:
         pair_row_P: int64, the row of each pair, sorted by expert.
         counts: pairs of each expert.
         rows_RD: the rows.
     """
-    if rows_RD.device.type != "cpu" or rows_RD.dtype != torch.bfloat16:
+    num, in_16_bits = sum(counts), rows_RD.dtype == torch.bfloat16
+    is_small = num * rows_RD.shape[1] < _LEAST_SUM
+    if not compiles_each_size(rows_RD) or (is_small and not in_16_bits):
         return Places(counts=tuple(counts), row_Q=pair_row_P)
-    sizes, num = tuple(round_up(count) for count in counts), sum(counts)
+    sizes = tuple(round_up(count) for count in counts)
     row_N = pair_row_P[:num]
     place_N, row_Q = None, row_N
     empty: list[int] = []
@@ -122,7 +125,7 @@ def make_places(pair_row_P: torch.Tensor, counts: Sequence[int], rows_RD: torch.
         place_N = moved_N.add_(torch.arange(num))
         row_Q = row_N.new_zeros(at).index_copy_(0, place_N, row_N)
     sums = None
-    if num * rows_RD.shape[1] >= _LEAST_SUM:
+    if in_16_bits and not is_small:
         rows = rows_RD.shape[0]
         sums = plan_sums(row_N, rows, stable_order(row_N, rows))
         if place_N is not None:

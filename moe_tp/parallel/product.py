@@ -35,6 +35,13 @@ def _prefers_onednn() -> bool:
         return False
 
 
+def compiles_each_size(x: torch.Tensor) -> bool:
+    """Return whether products with `x` are oneDNN's, which compiles each number of rows anew."""
+    if not x.is_cpu:
+        return False
+    return x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and _prefers_onednn())
+
+
 def _by_onednn(a: torch.Tensor, columns: int) -> bool:
     if a.dtype != torch.float32 or not a.is_cpu or torch.compiler.is_compiling():
         return False
