@@ -111,6 +111,17 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-9) -> boo
     )
 
 
+def peft_logits(
+    folder: Path, adapter: Path, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of transformers' model without, and through PEFT with, an adapter."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    hub = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        base = hub(ids).logits
+        return base, peft.PeftModel.from_pretrained(hub, adapter).eval()(ids).logits
+
+
 def alone(case: str = "mixtral", **changes: Any) -> dict[str, Any]:
     found: dict[str, Any] = run_ranks(run_step, 1, {}, case, changes)[0]
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_train_lora import Layout, adapted, batches, close, make, randomise
+from test_train_lora import Layout, adapted, batches, close, make, peft_logits, randomise
 
 from moe_tp.errors import CheckpointError, ConfigError
 from moe_tp.models import from_pretrained, save_pretrained
@@ -59,18 +59,15 @@ def test_folder_is_the_same_from_every_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "granitemoe", "deepseek_v3"])
 def test_peft_reads_it(case: str, tmp_path: Path) -> None:
     """G4: PEFT's logits on transformers' model are ours; experts joined and interleaved."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     save_pretrained(make({}, case, torch.float32), tmp_path / "model")
     model = from_pretrained(tmp_path / "model", Mesh.single()).eval()
     apply_lora(model, LoRAConfig(rank=3, alpha=5.0, targets=("attention", "experts", "router")))
     randomise(model)
     ids = batches(None, 1)[0]["input_ids"]
     save_adapter(model, tmp_path / "adapter")
-    hub = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     with torch.no_grad():
-        base = hub(ids).logits
-        theirs = peft.PeftModel.from_pretrained(hub, tmp_path / "adapter").eval()(ids).logits
         ours = model(ids).logits
+    base, theirs = peft_logits(tmp_path / "model", tmp_path / "adapter", ids)
     assert close(ours, theirs, 1e-5)
     assert not close(ours, base, 1e-2)
 

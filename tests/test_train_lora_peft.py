@@ -15,6 +15,7 @@ from test_train_lora import (
     close,
     gather,
     make,
+    peft_logits,
 )
 from test_train_lora_options import stretch, with_biases
 
@@ -35,16 +36,13 @@ from moe_tp.train import load_adapter, merge_lora, save_adapter
 )
 def test_peft_reads_it(case: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """G4: PEFT's logits on transformers' model are ours, scaled and stretched."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     save_pretrained(with_biases(make({}, case, torch.float32)), tmp_path / "model")
     model = stretch(with_biases(adapted({}, case, dtype=torch.float32, **changes))).eval()
     save_adapter(model, tmp_path / "adapter")
     ids = batches(None, 1)[0]["input_ids"]
-    hub = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     with torch.no_grad():
-        base = hub(ids).logits
-        theirs = peft.PeftModel.from_pretrained(hub, tmp_path / "adapter").eval()(ids).logits
         ours = model(ids).logits
+    base, theirs = peft_logits(tmp_path / "model", tmp_path / "adapter", ids)
     assert close(ours, theirs, 1e-5)
     assert not close(ours, base, 1e-2)
     other = from_pretrained(tmp_path / "model", Mesh.single()).eval()
