@@ -9,7 +9,7 @@ import pytest
 import torch
 from experts_cases import draw
 from model_cases import hub_config
-from test_experts_dispatchers import FakeBuffer
+from test_experts_deepep import FakeBuffer
 from test_train_lora import Layout, close, gather, randomise
 
 from moe_tp import Mesh, MoE
