@@ -38,7 +38,7 @@ from moe_tp.checkpoint import HubFolder, load_into, save_hub
 from moe_tp.models import ModelConfig
 from moe_tp.models.families import rules_for
 from moe_tp.models.load import allocate
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.shards import to_local
 
 CONFIG: dict[str, Any] = {
     "model_type": "mixtral",

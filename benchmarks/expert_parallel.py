@@ -29,7 +29,7 @@ from moe_tp.bench.floor import SHAPES, LayerShape, exchange_floor, matmul_floor
 from moe_tp.bench.layer import make_layer, make_tokens, routing_of, training_step
 from moe_tp.bench.timing import FLOOR, machine, side_by_side
 from moe_tp.parallel.collectives import record_traffic
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.shards import to_local
 from moe_tp.testing import run_ranks
 
 Row = dict[str, Any]

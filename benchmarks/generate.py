@@ -34,8 +34,9 @@ from moe_tp.infer.generate import generate
 from moe_tp.models import build, from_pretrained, save_pretrained
 from moe_tp.models.decoder import Decoder
 from moe_tp.models.families import preset
-from moe_tp.parallel.parameter import named_specs, to_local
+from moe_tp.parallel.parameter import named_specs
 from moe_tp.parallel.product import linear
+from moe_tp.parallel.shards import to_local
 from moe_tp.testing import run_ranks
 
 PROMPT = 64

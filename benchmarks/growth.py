@@ -28,7 +28,7 @@ from moe_tp.bench.layer import make_layer, make_tokens, training_step
 from moe_tp.bench.timing import side_by_side
 from moe_tp.models import build
 from moe_tp.models.families import preset
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.shards import to_local
 from moe_tp.testing import run_ranks
 
 SHAPE = LayerShape(dim=256, expert_dim=256, experts=16, top_k=2)

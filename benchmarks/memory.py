@@ -25,7 +25,8 @@ from moe_tp.models.families import preset
 from moe_tp.models.load import allocate, wrap_units
 from moe_tp.parallel.gradients import parameter_groups
 from moe_tp.parallel.live import LiveBytes, tensors_of
-from moe_tp.parallel.parameter import named_specs, to_local
+from moe_tp.parallel.parameter import named_specs
+from moe_tp.parallel.shards import to_local
 from moe_tp.testing import run_ranks
 
 MIB = 1 << 20

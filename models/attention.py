@@ -23,9 +23,9 @@ from moe_tp.models.rope import Rotation, score_scale
 from moe_tp.parallel.collectives import accumulate_dtype
 from moe_tp.parallel.linear import RowParallelLinear, gather_linear
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import Init
 from moe_tp.parallel.random import DropoutKey, dropout
 from moe_tp.parallel.sequence import RMSNorm
+from moe_tp.parallel.spec import Init
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,9 @@ from moe_tp.models.config import ModelConfig
 from moe_tp.models.mla import LatentAttention
 from moe_tp.models.tokens import Tokens
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import Init
 from moe_tp.parallel.random import DropoutKey, dropout
 from moe_tp.parallel.sequence import RMSNorm
+from moe_tp.parallel.spec import Init
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

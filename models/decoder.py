@@ -31,9 +31,9 @@ from moe_tp.parallel.context.sequence import order
 from moe_tp.parallel.context.ulysses import check_heads
 from moe_tp.parallel.functions import working_dtype
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import Init
 from moe_tp.parallel.recompute import run_block
 from moe_tp.parallel.sequence import RMSNorm
+from moe_tp.parallel.spec import Init
 from moe_tp.parallel.vocab import (
     VocabParallelEmbedding,
     gather_shards,

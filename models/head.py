@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import Init, ParallelModule, ParamSpec
+from moe_tp.parallel.parameter import ParallelModule
 from moe_tp.parallel.product import linear
+from moe_tp.parallel.spec import Init, ParamSpec
 from moe_tp.parallel.vocab import VocabParallelEmbedding, vocab_cross_entropy, vocab_logits
 from moe_tp.parallel.zero import hooked
 

@@ -14,7 +14,8 @@ import torch
 from moe_tp.errors import ConfigError
 from moe_tp.parallel.collectives import accumulate_dtype, all_reduce, replicate
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import ONES, ZEROS, Init, ParallelModule, ParamSpec
+from moe_tp.parallel.parameter import ParallelModule
+from moe_tp.parallel.spec import ONES, ZEROS, Init, ParamSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

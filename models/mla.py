@@ -22,8 +22,8 @@ from moe_tp.models.rope import score_scale
 from moe_tp.parallel.collectives import all_gather
 from moe_tp.parallel.linear import ReplicatedLinear, RowParallelLinear, gather_linear
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import Init
 from moe_tp.parallel.sequence import RMSNorm
+from moe_tp.parallel.spec import Init
 
 # The latents' norms keep their own epsilon in every published model, whatever rms_norm_eps says.
 LATENT_EPS = 1e-6

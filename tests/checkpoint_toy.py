@@ -14,7 +14,9 @@ from moe_tp.checkpoint import HubFolder, load_into, save_hub
 from moe_tp.checkpoint import rules as R
 from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import ParallelModule, ParamSpec, to_local
+from moe_tp.parallel.parameter import ParallelModule
+from moe_tp.parallel.shards import to_local
+from moe_tp.parallel.spec import ParamSpec
 
 VOCAB, DIM, HIDDEN, HEADS = 11, 8, 12, 16
 

@@ -9,7 +9,8 @@ import torch
 from moe_tp import Mesh, MoE, ParallelLayout, Runtime, settle_gradients
 from moe_tp.parallel.collectives import raw_all_gather
 from moe_tp.parallel.gradients import gradient_norm
-from moe_tp.parallel.parameter import full_logical, local_index, named_specs, to_local
+from moe_tp.parallel.parameter import named_specs
+from moe_tp.parallel.shards import full_logical, local_index, to_local
 from moe_tp.routing import RouterConfig
 
 # world, layout, tokens a rank: unequal, 0 among them

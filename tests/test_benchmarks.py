@@ -15,7 +15,7 @@ from moe_tp.bench.floor import LayerShape, exchange_floor, matmul_floor
 from moe_tp.bench.layer import make_layer, make_tokens, routing_of
 from moe_tp.bench.timing import Times, side_by_side
 from moe_tp.cli.main import main
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.shards import to_local
 from moe_tp.plan.hardware import read_hardware
 from moe_tp.testing import run_ranks
 

@@ -25,7 +25,7 @@ from moe_tp.checkpoint import HubFolder, export_folder, load_into
 from moe_tp.checkpoint.remote import FsspecStorage
 from moe_tp.errors import CheckpointError
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.shards import to_local
 from moe_tp.testing import run_ranks
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from moe_tp.checkpoint import HubFolder, gather_named, load_into, save_hub
 from moe_tp.checkpoint.rules import ExpertFormat
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.shards import to_local
 from moe_tp.parallel.zero import WrapUnit, apply_zero
 from moe_tp.testing import run_ranks
 

@@ -18,7 +18,7 @@ from moto.server import ThreadedMotoServer
 from moe_tp.checkpoint import HubFolder, export_folder, load_into
 from moe_tp.errors import CheckpointError
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.shards import to_local
 from moe_tp.testing import run_ranks
 
 FOLDER = "s3://bucket/models/m"

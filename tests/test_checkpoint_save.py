@@ -24,7 +24,7 @@ from moe_tp.checkpoint.inspect import inspect_folder
 from moe_tp.checkpoint.rules import ExpertFormat
 from moe_tp.errors import ConfigError
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.shards import to_local
 from moe_tp.testing import run_ranks
 
 

@@ -20,7 +20,7 @@ from moe_tp.checkpoint import HubFolder, load, load_into, save_hub, supply, writ
 from moe_tp.checkpoint.progress import Bar
 from moe_tp.models import ModelConfig, build, from_pretrained, save_pretrained
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.shards import to_local
 from moe_tp.testing import run_ranks
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from moe_tp import Mesh, MoE
 from moe_tp.models import ModelConfig, build
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.shards import to_local
 from moe_tp.routing import RouterConfig
 
 HUB = SMALLEST

@@ -12,7 +12,7 @@ from experts_cases import draw, mesh_of_layout
 from moe_tp import Mesh, MoE, settle_gradients
 from moe_tp.errors import ConfigError
 from moe_tp.experts.deepep import DeepEPDispatcher
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.shards import to_local
 from moe_tp.routing import ExpertTable, RouterConfig
 from moe_tp.testing import run_ranks
 

@@ -25,7 +25,7 @@ from moe_tp.experts.losses import SUMS
 from moe_tp.experts.two_hop import TwoHopDispatcher
 from moe_tp.models import ModelConfig, build
 from moe_tp.parallel.collectives import record_traffic
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.shards import to_local
 from moe_tp.routing import Assignment, ExpertTable, RouterConfig
 from moe_tp.testing import run_ranks
 

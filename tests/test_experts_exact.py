@@ -15,7 +15,7 @@ from moe_tp.checkpoint import gather_named
 from moe_tp.errors import ConfigError
 from moe_tp.experts.moe import counted_step
 from moe_tp.models import ModelConfig, build
-from moe_tp.parallel.parameter import full_logical
+from moe_tp.parallel.shards import full_logical
 from moe_tp.routing import RouterConfig
 from moe_tp.testing import run_ranks
 

@@ -18,7 +18,8 @@ from moe_tp import MoE, clip_grad_norm, parameter_groups, settle_gradients
 from moe_tp.errors import ConfigError
 from moe_tp.experts.host import library_parameters, prepare_for_ddp
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import full_logical, named_specs
+from moe_tp.parallel.parameter import named_specs
+from moe_tp.parallel.shards import full_logical
 from moe_tp.routing import RouterConfig
 from moe_tp.testing import run_ranks
 

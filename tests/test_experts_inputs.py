@@ -9,7 +9,7 @@ import torch
 
 from moe_tp import Mesh, MoE, Runtime
 from moe_tp.errors import ConfigError
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.shards import to_local
 from moe_tp.routing import (
     RouterConfig,
     load_balance_loss,

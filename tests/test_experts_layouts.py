@@ -20,7 +20,8 @@ from experts_cases import (
 from moe_tp import MoE, clip_grad_norm, parameter_groups, settle_gradients
 from moe_tp.errors import ConfigError
 from moe_tp.parallel.collectives import record_traffic
-from moe_tp.parallel.parameter import full_logical, local_index, named_specs, to_local
+from moe_tp.parallel.parameter import named_specs
+from moe_tp.parallel.shards import full_logical, local_index, to_local
 from moe_tp.routing import ExpertTable, RouterConfig
 from moe_tp.testing import run_ranks
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_tp import Mesh, MoE, ParallelLayout, Runtime
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.shards import to_local
 from moe_tp.routing import RouterConfig
 from moe_tp.testing import run_ranks
 

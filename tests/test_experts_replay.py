@@ -18,8 +18,8 @@ from moe_tp.checkpoint import gather_named
 from moe_tp.errors import ConfigError, RoutingError
 from moe_tp.experts.replay import load_routing, record_routing, replay_routing, save_routing
 from moe_tp.models import ModelConfig, build
-from moe_tp.parallel.parameter import to_local
 from moe_tp.parallel.recompute import recomputing, run_block
+from moe_tp.parallel.shards import to_local
 from moe_tp.routing import Assignment, RouterConfig, assign
 from moe_tp.testing import run_ranks
 

@@ -26,7 +26,8 @@ from moe_tp.experts.two_hop import TwoHopDispatcher
 from moe_tp.models import ModelConfig, build
 from moe_tp.parallel.collectives import record_traffic
 from moe_tp.parallel.gradients import gradient_norm
-from moe_tp.parallel.parameter import named_specs, to_local
+from moe_tp.parallel.parameter import named_specs
+from moe_tp.parallel.shards import to_local
 from moe_tp.routing import ExpertTable, RouterConfig, first_table
 from moe_tp.testing import run_ranks
 from moe_tp.train import LoRAConfig, apply_lora, merge_lora

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from moe_tp import Mesh, MoE, parameter_groups, settle_gradients, update_router_bias
 from moe_tp.errors import ConfigError, RoutingError
 from moe_tp.experts.moe import Router, Sequences
-from moe_tp.parallel.parameter import full_logical, to_local
 from moe_tp.parallel.random import DropoutKey
+from moe_tp.parallel.shards import full_logical, to_local
 from moe_tp.routing import RouterConfig, load_balance_loss, route
 from moe_tp.testing import run_ranks
 

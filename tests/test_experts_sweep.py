@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from moe_tp import Mesh, MoE, settle_gradients
 from moe_tp.experts.two_hop import TwoHopDispatcher
-from moe_tp.parallel.parameter import full_logical
+from moe_tp.parallel.shards import full_logical
 from moe_tp.routing import ExpertTable, RouterConfig
 from moe_tp.routing.reference import reference_route
 from moe_tp.testing import run_ranks

@@ -25,7 +25,8 @@ from moe_tp.parallel.collectives import record_traffic
 from moe_tp.parallel.held import is_holding
 from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import named_specs, to_local
+from moe_tp.parallel.parameter import named_specs
+from moe_tp.parallel.shards import to_local
 from moe_tp.testing import run_ranks
 from moe_tp.train import LoRAConfig, apply_lora
 

@@ -31,7 +31,8 @@ from moe_tp.parallel.collectives import TrafficLog, record_traffic
 from moe_tp.parallel.gradients import clip_grad_norm, parameter_groups, settle_gradients
 from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import named_specs, to_local
+from moe_tp.parallel.parameter import named_specs
+from moe_tp.parallel.shards import to_local
 from moe_tp.testing import run_ranks
 
 

@@ -24,16 +24,10 @@ from moe_tp.parallel.gradients import (
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import (
-    ONES,
-    ParallelModule,
-    ParamSpec,
-    full_logical,
-    initialise,
-    named_specs,
-    to_local,
-)
+from moe_tp.parallel.parameter import ParallelModule, initialise, named_specs
 from moe_tp.parallel.sequence import RMSNorm
+from moe_tp.parallel.shards import full_logical, to_local
+from moe_tp.parallel.spec import ONES, ParamSpec
 from moe_tp.testing import run_ranks
 
 D, FF, E, F, PER_RANK = 6, 8, 4, 4, 2

@@ -15,8 +15,9 @@ from moe_tp.parallel.gradients import clip_grad_norm, settle_gradients
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import full_logical, initialise, named_specs
+from moe_tp.parallel.parameter import initialise, named_specs
 from moe_tp.parallel.sequence import RMSNorm
+from moe_tp.parallel.shards import full_logical
 from moe_tp.parallel.vocab import VocabParallelEmbedding, vocab_cross_entropy, vocab_logits
 from moe_tp.testing import run_ranks
 

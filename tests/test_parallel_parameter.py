@@ -14,20 +14,16 @@ from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.parallel.linear import ColumnParallelLinear, ReplicatedLinear
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import (
-    ONES,
     ParallelModule,
-    ParamSpec,
-    full_logical,
-    gradient_placements,
     initialise,
-    local_index,
     materialise,
     mesh_of,
     named_specs,
     sharing_casts,
-    to_local,
 )
 from moe_tp.parallel.sequence import RMSNorm
+from moe_tp.parallel.shards import full_logical, gradient_placements, local_index, to_local
+from moe_tp.parallel.spec import ONES, ParamSpec
 from moe_tp.parallel.vocab import VocabParallelEmbedding
 from moe_tp.testing import run_ranks
 

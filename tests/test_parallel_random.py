@@ -9,15 +9,7 @@ import torch
 
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import (
-    Init,
-    ParallelModule,
-    ParamSpec,
-    full_logical,
-    initialise,
-    named_specs,
-    to_local,
-)
+from moe_tp.parallel.parameter import ParallelModule, initialise, named_specs
 from moe_tp.parallel.random import (
     DropoutKey,
     dropout,
@@ -26,6 +18,8 @@ from moe_tp.parallel.random import (
     hash_normal,
     key_of,
 )
+from moe_tp.parallel.shards import full_logical, to_local
+from moe_tp.parallel.spec import Init, ParamSpec
 from moe_tp.testing import run_ranks
 
 

@@ -12,8 +12,9 @@ from moe_tp.parallel.collectives import record_traffic
 from moe_tp.parallel.gradients import settle_gradients
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import full_logical, initialise, local_index, to_local
+from moe_tp.parallel.parameter import initialise
 from moe_tp.parallel.sequence import RMSNorm, rms_norm
+from moe_tp.parallel.shards import full_logical, local_index, to_local
 from moe_tp.testing import run_ranks
 
 EPS = 1e-5

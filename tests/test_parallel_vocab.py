@@ -16,13 +16,8 @@ from moe_tp.parallel.collectives import Group
 from moe_tp.parallel.gradients import clip_grad_norm, parameter_groups, settle_gradients
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import (
-    full_logical,
-    initialise,
-    materialise,
-    named_specs,
-    to_local,
-)
+from moe_tp.parallel.parameter import initialise, materialise, named_specs
+from moe_tp.parallel.shards import full_logical, to_local
 from moe_tp.parallel.vocab import VocabParallelEmbedding, vocab_cross_entropy, vocab_logits
 from moe_tp.testing import run_ranks
 

@@ -28,7 +28,8 @@ from moe_tp.checkpoint.state import load_state, save_state
 from moe_tp.errors import ConfigError
 from moe_tp.models import build, from_pretrained, save_pretrained
 from moe_tp.parallel.gradients import parameter_groups
-from moe_tp.parallel.parameter import named_specs, splits, to_local
+from moe_tp.parallel.parameter import named_specs
+from moe_tp.parallel.shards import splits, to_local
 from moe_tp.routing import RouterConfig
 from moe_tp.testing import run_ranks
 

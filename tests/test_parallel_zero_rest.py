@@ -15,7 +15,9 @@ from moe_tp.checkpoint.state import save_state
 from moe_tp.infer import generate
 from moe_tp.models import build, save_pretrained
 from moe_tp.parallel.gradients import parameter_groups
-from moe_tp.parallel.parameter import ONES, ParallelModule, ParamSpec, initialise, to_local
+from moe_tp.parallel.parameter import ParallelModule, initialise
+from moe_tp.parallel.shards import to_local
+from moe_tp.parallel.spec import ONES, ParamSpec
 from moe_tp.parallel.zero import apply_zero
 from moe_tp.testing import run_ranks
 

@@ -14,7 +14,8 @@ from moe_tp.parallel.collectives import record_traffic
 from moe_tp.parallel.gradients import clip_grad_norm, settle_gradients
 from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import named_specs, to_local
+from moe_tp.parallel.parameter import named_specs
+from moe_tp.parallel.shards import to_local
 from moe_tp.plan.activations import rows_per_token
 from moe_tp.plan.job import Job
 from moe_tp.plan.memory import Planner

@@ -19,7 +19,7 @@ from moe_tp.cli.main import main
 from moe_tp.errors import ConfigError, MoeTpError
 from moe_tp.models import ModelConfig, build, from_pretrained, save_pretrained
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.shards import to_local
 from moe_tp.testing import run_ranks
 from moe_tp.train.baseline import unigram_loss
 from moe_tp.train.checks import warn_of_final

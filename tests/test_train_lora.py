@@ -18,8 +18,9 @@ from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.gradients import settle_gradients
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import full_logical, local_index, named_specs, to_local
+from moe_tp.parallel.parameter import named_specs
 from moe_tp.parallel.random import fill_normal, key_of
+from moe_tp.parallel.shards import full_logical, local_index, to_local
 from moe_tp.testing import run_ranks
 from moe_tp.train import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter
 from moe_tp.train.config import FinetuneConfig

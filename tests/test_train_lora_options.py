@@ -26,8 +26,9 @@ from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.gradients import settle_gradients
 from moe_tp.parallel.layout import Runtime
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import local_index, named_specs, to_local
+from moe_tp.parallel.parameter import named_specs
 from moe_tp.parallel.random import fill_normal, key_of
+from moe_tp.parallel.shards import local_index, to_local
 from moe_tp.testing import run_ranks
 from moe_tp.train import LoRAConfig, apply_lora, merge_lora
 from moe_tp.train.config import TrainConfig

@@ -22,7 +22,8 @@ from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.gradients import settle_gradients
 from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import named_specs, to_local
+from moe_tp.parallel.parameter import named_specs
+from moe_tp.parallel.shards import to_local
 from moe_tp.plan.job import Job, check
 from moe_tp.plan.params import hold
 from moe_tp.testing import run_ranks

@@ -32,7 +32,7 @@ from moe_tp.checkpoint.states import (
 from moe_tp.errors import CheckpointError
 from moe_tp.models import ModelConfig, build, save_pretrained
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.shards import to_local
 from moe_tp.testing import run_crash
 from moe_tp.train import resume
 from moe_tp.train.config import FinetuneConfig

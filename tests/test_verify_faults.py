@@ -20,7 +20,8 @@ from moe_tp.models import decoder, tokens
 from moe_tp.models.decoder import Decoder
 from moe_tp.parallel import gradients, linear, vocab
 from moe_tp.parallel.layout import ParallelLayout
-from moe_tp.parallel.parameter import named_specs, to_local
+from moe_tp.parallel.parameter import named_specs
+from moe_tp.parallel.shards import to_local
 from moe_tp.testing import run_ranks
 from moe_tp.train import step
 from moe_tp.verify import run as verify_run

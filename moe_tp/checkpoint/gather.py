@@ -14,8 +14,9 @@ from moe_tp.checkpoint.load import Target, targets_of
 from moe_tp.checkpoint.rules import NameRules
 from moe_tp.errors import CheckpointError, ConfigError
 from moe_tp.parallel.collectives import raw_all_reduce
-from moe_tp.parallel.parameter import mesh_of, named_specs, to_local
+from moe_tp.parallel.parameter import mesh_of, named_specs
 from moe_tp.parallel.replicas import owes_replicas
+from moe_tp.parallel.shards import to_local
 
 
 def gather_named(

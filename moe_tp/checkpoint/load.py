@@ -24,7 +24,8 @@ from moe_tp.checkpoint.sized import layer_of, name_hint, shape_hint
 from moe_tp.checkpoint.slices import span
 from moe_tp.errors import CheckpointError
 from moe_tp.log import get_logger
-from moe_tp.parallel.parameter import local_index, mesh_of, named_specs, to_local
+from moe_tp.parallel.parameter import mesh_of, named_specs
+from moe_tp.parallel.shards import local_index, to_local
 
 BUFFER = 32 << 20  # bytes read at once where they cannot go straight to their place
 AHEAD = 64 << 20  # bytes that the disk is told of before they are read

@@ -42,7 +42,8 @@ from moe_tp.checkpoint.supply import ModelSupply
 from moe_tp.checkpoint.writer import SaveReport, write_folder
 from moe_tp.errors import CheckpointError
 from moe_tp.parallel.collectives import Group
-from moe_tp.parallel.parameter import ParallelModule, local_index, mesh_of, named_specs, to_local
+from moe_tp.parallel.parameter import ParallelModule, mesh_of, named_specs
+from moe_tp.parallel.shards import local_index, to_local
 from moe_tp.parallel.zero import reshard
 
 

@@ -36,7 +36,7 @@ from moe_tp.models.families import preset
 from moe_tp.parallel.collectives import record_traffic
 from moe_tp.parallel.gradients import parameter_groups, settle_gradients
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import to_local
+from moe_tp.parallel.shards import to_local
 from moe_tp.train.step import forward_backward
 
 _KINDS = ("layer", "dispatch", "load", "step")

@@ -18,7 +18,9 @@ from moe_tp.experts.grouped import BACKENDS, Backend, LowRank, experts_forward
 from moe_tp.experts.quantized import Kind, QuantizedStack, blocks_of
 from moe_tp.parallel.functions import working_dtype
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import ZEROS, Init, ParallelModule, ParamSpec, to_local
+from moe_tp.parallel.parameter import ParallelModule
+from moe_tp.parallel.shards import to_local
+from moe_tp.parallel.spec import ZEROS, Init, ParamSpec
 from moe_tp.routing.table import ExpertTable
 
 _WEIGHTS = ("gate_up", "down")

@@ -16,7 +16,7 @@ from moe_tp.parallel.linear import (
     gather_linear,
 )
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import Init
+from moe_tp.parallel.spec import Init
 
 
 class GatedMLP(torch.nn.Module):

@@ -41,9 +41,10 @@ from moe_tp.log import warn_once
 from moe_tp.parallel.collectives import raw_all_reduce
 from moe_tp.parallel.linear import ReplicatedLinear
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import Init, ParallelModule, initialise
+from moe_tp.parallel.parameter import ParallelModule, initialise
 from moe_tp.parallel.random import DropoutKey
 from moe_tp.parallel.recompute import keeping
+from moe_tp.parallel.spec import Init
 from moe_tp.routing.assignment import Assignment, assign
 from moe_tp.routing.config import RouterConfig
 from moe_tp.routing.masks import as_mask

@@ -23,8 +23,9 @@ from moe_tp.experts.moe import MoE
 from moe_tp.parallel.collectives import raw_all_to_all
 from moe_tp.parallel.gradients import owed_axes
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import NamedSpec, named_specs, splits, to_local
+from moe_tp.parallel.parameter import NamedSpec, named_specs
 from moe_tp.parallel.replicas import mark_summed, owes_replicas, replicated
+from moe_tp.parallel.shards import splits, to_local
 from moe_tp.routing.table import ExpertTable, balanced_table
 
 __all__ = ["place", "rebalance"]

@@ -18,10 +18,12 @@ from moe_tp.log import warn_once
 from moe_tp.parallel.collectives import raw_all_reduce
 from moe_tp.parallel.functions import apply_function
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import ZEROS, Init, ParallelModule, ParamSpec, to_local
+from moe_tp.parallel.parameter import ParallelModule
 from moe_tp.parallel.product import product
 from moe_tp.parallel.random import DropoutKey, hash_bits, key_of
 from moe_tp.parallel.recompute import recall, remember
+from moe_tp.parallel.shards import to_local
+from moe_tp.parallel.spec import ZEROS, Init, ParamSpec
 from moe_tp.routing.assignment import Assignment
 from moe_tp.routing.balance import bias_rate_at, update_bias
 from moe_tp.routing.config import RouterConfig

@@ -19,19 +19,10 @@ from torch.distributed.tensor import DTensor
 from moe_tp.errors import ConfigError
 from moe_tp.parallel.collectives import Group, accumulate_dtype, raw_all_reduce
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import (
-    REPLICA_AXES,
-    NamedSpec,
-    ParamSpec,
-    axis_names,
-    gradient_placements,
-    local_index,
-    mesh_of,
-    named_specs,
-    splits,
-    to_local,
-)
+from moe_tp.parallel.parameter import NamedSpec, mesh_of, named_specs
 from moe_tp.parallel.replicas import refuse_unsummed, slot_shares, sum_replicas
+from moe_tp.parallel.shards import axis_names, gradient_placements, local_index, splits, to_local
+from moe_tp.parallel.spec import REPLICA_AXES, ParamSpec
 from moe_tp.parallel.zero import reshard
 
 _BUCKET_BYTES = 64 << 20

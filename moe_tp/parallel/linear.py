@@ -23,8 +23,9 @@ from moe_tp.parallel.collectives import (
 )
 from moe_tp.parallel.functions import apply_function
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import ZEROS, Init, ParallelModule, ParamSpec
+from moe_tp.parallel.parameter import ParallelModule
 from moe_tp.parallel.product import add_product, linear, product
+from moe_tp.parallel.spec import ZEROS, Init, ParamSpec
 from moe_tp.routing.scores import full_precision
 
 

@@ -1,111 +1,30 @@
-"""Parameters: DTensors at rest, local tensors in motion.
+"""Modules whose parameters are DTensors at rest and local tensors in motion.
 
-A `ParamSpec` says what a parameter is, wherever it lies: its logical shape, which mesh axis splits
-which dimension, and what its gradient still owes. `ParallelModule` keeps the specs beside the
-parameters; everything that walks a model (initialisation, checkpoints, norms, optimiser groups)
-asks them and never a name.
+`ParallelModule` keeps each parameter's `ParamSpec` beside it; `named_specs` is how everything that
+walks a model reads them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moe_tp.errors import ConfigError
-from moe_tp.parallel.collectives import raw_all_gather
 from moe_tp.parallel.functions import apply_function, working_dtype
 from moe_tp.parallel.held import held, is_holding
-from moe_tp.parallel.mesh import Domain, Mesh
+from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.random import fill_normal, key_of
-
-Role = Literal["weight", "norm", "bias", "router", "embedding"]
-REPLICA_AXES = ("dp_cp", "edp", "dp_replicate", "dp_shard", "edp_replicate", "edp_shard")
-
-
-@dataclass(frozen=True, slots=True)
-class Init:
-    """First values: normal with mean 0 and standard deviation `value`, or the constant `value`."""
-
-    kind: Literal["normal", "constant"] = "normal"
-    value: float = 0.02
-
-
-ONES = Init("constant", 1.0)
-ZEROS = Init("constant", 0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParamSpec:
-    """What a parameter is, independent of this rank.
-
-    Args:
-        shape: logical global shape, without padding.
-        shards: mesh axis -> dimension that it splits; later axes split what earlier ones left.
-        domain: the grid it lies on.
-        partial: each rank's gradient covers only the tokens it owns (norms, router, gates) or
-            the heads it uses (replicated KV), so a sum over the unsharded model axes is owed.
-        init: first values.
-        role: decides weight decay and learning-rate groups.
-        keep_fp32: never cast below fp32, whatever the model's dtype.
-        slots: for dimension 0, the logical index of every padded place, -1 where it is empty.
-        pad: allow dimension 0 to be padded at its end so that it splits.
-        copies: pipeline ranks that hold it (a tied embedding on the first and the last).
-    """
-
-    shape: tuple[int, ...]
-    shards: Mapping[str, int] = field(default_factory=dict)
-    domain: Domain = "dense"
-    partial: bool = False
-    init: Init = Init()
-    role: Role = "weight"
-    keep_fp32: bool = False
-    slots: tuple[int, ...] | None = None
-    pad: bool = False
-    copies: int = 1
-
-    @property
-    def zero_sharded(self) -> bool:
-        """Whether ZeRO may shard it over the replicas.
-
-        Small fp32 parameters and those whose gradient is partial over tp stay replicated:
-        `fully_shard` would cast the former and sum the latter over tp in the compute dtype.
-        """
-        return not (self.partial or self.keep_fp32 or self.copies > 1)
-
-    def padded_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the global shape with padding, which every shard axis divides.
-
-        Raises:
-            ConfigError: a dimension does not split and may not be padded.
-        """
-        shape = list(self.shape)
-        if self.slots is not None:
-            shape[0] = len(self.slots)
-        for dim in set(self.shards.values()):
-            parts = math.prod(mesh.size(axis) for axis, d in self.shards.items() if d == dim)
-            if shape[dim] % parts:
-                axes = "*".join(axis for axis, d in self.shards.items() if d == dim)
-                if not (self.pad and dim == 0):
-                    raise ConfigError(
-                        f"dimension {dim} of a parameter of shape {list(self.shape)} does not "
-                        f"split over {axes}={parts}; choose {axes} among the divisors of "
-                        f"{shape[dim]}"
-                    )
-                shape[dim] = -(-shape[dim] // parts) * parts
-        return tuple(shape)
+from moe_tp.parallel.shards import gradient_placements, local_index, to_local
+from moe_tp.parallel.spec import ParamSpec
 
 
 class NamedSpec(NamedTuple):
@@ -280,18 +199,6 @@ class _OwnGradient(Function):
         return grads[0].clone()
 
 
-def gradient_placements(param: DTensor, spec: ParamSpec) -> list[Placement]:
-    """Return what a local gradient of `param` is: its debt is `Partial` over an axis."""
-    result: list[Placement] = []
-    for axis, placement in zip(axis_names(param.device_mesh), param.placements, strict=True):
-        if split_dim(placement) is not None:
-            result.append(placement)
-        else:
-            owed = axis in REPLICA_AXES or spec.partial
-            result.append(Partial() if owed else Replicate())
-    return result
-
-
 def named_specs(model: nn.Module) -> Iterator[NamedSpec]:
     """Yield every distinct library parameter of a model once, in registration order."""
     seen: set[int] = set()
@@ -316,70 +223,6 @@ def mesh_of(model: nn.Module) -> Mesh:
         if isinstance(module, ParallelModule):
             return module.mesh
     raise ConfigError("the model holds no module of this library, so it has no mesh")
-
-
-def local_index(param: torch.Tensor, spec: ParamSpec) -> tuple[torch.Tensor, ...]:
-    """Return for each dimension the logical index of each local element, -1 for padding.
-
-    The local tensor is the outer product of these indices. Model axes split first, then the
-    replicas' axis splits what is left (ZeRO), in the chunks of `torch.chunk`.
-    """
-    assert isinstance(param, DTensor)
-    index = []
-    for dim, (size, padded) in enumerate(zip(spec.shape, param.shape, strict=True)):
-        if dim == 0 and spec.slots is not None:
-            index.append(torch.tensor(spec.slots, dtype=torch.int64))
-        else:
-            full = torch.arange(padded)
-            full[size:] = -1
-            index.append(full)
-    for split in splits(param):
-        chunk = -(-len(index[split.dim]) // split.size)
-        index[split.dim] = index[split.dim][split.rank * chunk : (split.rank + 1) * chunk]
-    return tuple(index)
-
-
-def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of a mesh's axes; their numbers where a host gave them none."""
-    return mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-
-
-class Split(NamedTuple):
-    """One mesh axis that splits one dimension of a DTensor."""
-
-    axis: str
-    dim: int
-    size: int
-    rank: int
-
-
-def split_dim(placement: Placement) -> int | None:
-    """Return the dimension that a placement splits; None for Replicate and Partial.
-
-    torch's strided form, which FSDP puts on a dimension that tp splits too, answers False to
-    `is_shard`, so the question is put to its `dim`.
-    """
-    dim: int | None = getattr(placement, "dim", None)
-    return dim
-
-
-def splits(value: torch.Tensor) -> list[Split]:
-    """Return the axes that split a DTensor, in the order in which they do.
-
-    Model axes come first; the replicas' axis stands before them in the mesh but splits last what
-    they leave (ZeRO), in the chunks of `torch.chunk`.
-    """
-    assert isinstance(value, DTensor)
-    grid = value.device_mesh
-    place = grid.get_coordinate()
-    assert place is not None
-    found = []
-    axes = zip(axis_names(grid), value.placements, grid.shape, place, strict=True)
-    for axis, placement, size, rank in axes:
-        dim = split_dim(placement)
-        if dim is not None:
-            found.append(Split(axis, dim, size, rank))
-    return sorted(found, key=lambda split: split.axis in REPLICA_AXES)
 
 
 def initialise(model: nn.Module, seed: int) -> None:
@@ -413,38 +256,6 @@ def materialise(model: nn.Module, device: torch.device) -> None:
         return torch.empty_like(value, device="cpu" if id(value) in host else device)
 
     model._apply(allocate)
-
-
-def to_local(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, off the autograd path."""
-    if isinstance(value, DTensor):
-        local: torch.Tensor = value.detach().to_local()  # type: ignore[attr-defined]
-        return local
-    return value.detach()
-
-
-def full_logical(value: torch.Tensor, spec: ParamSpec, mesh: Mesh) -> torch.Tensor:
-    """Return the whole logical tensor of a parameter or settled gradient, on every rank.
-
-    Collectives: all-gather over the axes that split it. For checks on small models.
-    """
-    assert isinstance(value, DTensor)
-    full = to_local(value).to(mesh.device)
-    steps, length = [], list(value.shape)
-    for split in splits(value):
-        steps.append((split, length[split.dim]))
-        length[split.dim] = -(-steps[-1][1] // split.size)
-    for split, whole in reversed(steps):
-        chunk = -(-whole // split.size)
-        missing = [0, 0] * (full.dim() - 1 - split.dim) + [0, chunk - full.shape[split.dim]]
-        full = raw_all_gather(F.pad(full, missing), mesh.group(split.axis), split.dim)
-        full = full.narrow(split.dim, 0, whole)
-    if spec.slots is not None:
-        slots = torch.tensor(spec.slots)
-        # A replicated expert has several slots with equal values; the first one speaks.
-        first = {int(e): slot for slot, e in reversed(list(enumerate(slots.tolist()))) if e >= 0}
-        full = full[[first[e] for e in range(spec.shape[0])]]
-    return full[: spec.shape[0]].clone()
 
 
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,7 +18,9 @@ import torch
 
 from moe_tp.errors import ConfigError
 from moe_tp.parallel.collectives import accumulate_dtype, raw_all_reduce
-from moe_tp.parallel.parameter import NamedSpec, ParamSpec, local_index, splits, to_local
+from moe_tp.parallel.parameter import NamedSpec
+from moe_tp.parallel.shards import local_index, splits, to_local
+from moe_tp.parallel.spec import ParamSpec
 
 _SUMMED = "_moe_tp_replicas_summed"  # on a gradient: its version when its replicas were summed
 

@@ -16,7 +16,8 @@ from moe_tp.parallel.collectives import (
 )
 from moe_tp.parallel.functions import apply_function
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import ONES, ParallelModule, ParamSpec
+from moe_tp.parallel.parameter import ParallelModule
+from moe_tp.parallel.spec import ONES, ParamSpec
 
 
 class _RMSNorm(Function):

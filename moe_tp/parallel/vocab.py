@@ -25,8 +25,9 @@ from moe_tp.parallel.collectives import (
 )
 from moe_tp.parallel.functions import apply_function
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.parameter import Init, ParallelModule, ParamSpec
+from moe_tp.parallel.parameter import ParallelModule
 from moe_tp.parallel.product import add_product, linear, product
+from moe_tp.parallel.spec import Init, ParamSpec
 
 IGNORE = -100
 

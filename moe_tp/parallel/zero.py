@@ -39,7 +39,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from moe_tp.parallel.collectives import accumulate_dtype
 from moe_tp.parallel.mesh import Domain, Mesh
-from moe_tp.parallel.parameter import named_specs, splits
+from moe_tp.parallel.parameter import named_specs
+from moe_tp.parallel.shards import splits
 
 _ROOTS = "_zero_roots"  # wrapped modules beside the module tree of the model they belong to
 

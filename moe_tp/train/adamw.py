@@ -14,8 +14,9 @@ from typing import Any, Literal
 import torch
 
 from moe_tp.errors import ConfigError
-from moe_tp.parallel.parameter import NamedSpec, local_index, to_local
+from moe_tp.parallel.parameter import NamedSpec
 from moe_tp.parallel.random import hash_bits, key_of
+from moe_tp.parallel.shards import local_index, to_local
 
 Moments = Literal["float32", "bfloat16", "8bit"]
 _CHUNK = 1 << 22  # elements that are updated at a time

@@ -10,7 +10,8 @@ import torch
 from moe_tp.checkpoint.agree import gather_json
 from moe_tp.errors import MoeTpError
 from moe_tp.models.decoder import Decoder
-from moe_tp.parallel.parameter import named_specs, to_local
+from moe_tp.parallel.parameter import named_specs
+from moe_tp.parallel.shards import to_local
 
 
 def peak_memory(device: torch.device) -> int:

@@ -22,13 +22,9 @@ from moe_tp.experts.quantized import BITS
 from moe_tp.experts.router import Router
 from moe_tp.models.blocks import Block
 from moe_tp.models.decoder import Decoder
-from moe_tp.parallel.parameter import (
-    ParallelModule,
-    full_logical,
-    local_index,
-    to_local,
-)
+from moe_tp.parallel.parameter import ParallelModule
 from moe_tp.parallel.random import fill_normal, key_of
+from moe_tp.parallel.shards import full_logical, local_index, to_local
 from moe_tp.parallel.zero import reshard
 from moe_tp.train.freeze import check_experts, train_rows
 from moe_tp.train.lora_dora import lengths

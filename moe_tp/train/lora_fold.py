@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_tp.parallel.collectives import accumulate_dtype
-from moe_tp.parallel.parameter import local_index, to_local
+from moe_tp.parallel.shards import local_index, to_local
 from moe_tp.train.lora_dora import lengths
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from moe_tp.checkpoint.agree import together
 from moe_tp.checkpoint.storage import local_path
 from moe_tp.errors import CheckpointError, ConfigError
 from moe_tp.models.decoder import Decoder
-from moe_tp.parallel.parameter import local_index, to_local
+from moe_tp.parallel.shards import local_index, to_local
 from moe_tp.train.lora import LoRAConfig, adapters, apply_lora, lora_config
 from moe_tp.train.lora_legacy import join_experts
 from moe_tp.train.lora_names import (

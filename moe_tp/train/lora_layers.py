@@ -36,16 +36,10 @@ from moe_tp.models.heads import HeadLinear
 from moe_tp.parallel.collectives import all_gather, raw_all_gather
 from moe_tp.parallel.functions import working_dtype
 from moe_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear, linear_scatter
-from moe_tp.parallel.parameter import (
-    ONES,
-    ZEROS,
-    Init,
-    ParallelModule,
-    ParamSpec,
-    local_index,
-    to_local,
-)
+from moe_tp.parallel.parameter import ParallelModule
 from moe_tp.parallel.random import dropout, key_of
+from moe_tp.parallel.shards import local_index, to_local
+from moe_tp.parallel.spec import ONES, ZEROS, Init, ParamSpec
 from moe_tp.train.lora_dora import row_lengths
 
 Flow = Literal["gather", "scatter", "owned"]

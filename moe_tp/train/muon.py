@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 from moe_tp.models.head import Head
 from moe_tp.parallel.collectives import raw_all_gather
-from moe_tp.parallel.parameter import NamedSpec, Split, splits, to_local
+from moe_tp.parallel.parameter import NamedSpec
+from moe_tp.parallel.shards import Split, splits, to_local
 from moe_tp.train.adamw import SmallAdamW, wide_copies
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
