@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,12 +44,30 @@ def results(host: Host, call: Any, x: torch.Tensor) -> list[torch.Tensor]:
     return [y.detach(), x.grad, *grads]  # type: ignore[list-item]
 
 
-def test_a_compiled_model_has_one_break_around_the_layer() -> None:
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param(
+            "inductor",  # torch.compile's default: half a minute of a C++ compiler
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler"
+                ),
+            ],
+        ),
+    ],
+)
+def test_a_compiled_model_has_one_break_around_the_layer(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """C58: values and gradients as without, for T = 0, 1 and empty experts; few recompiles."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     host = Host()
-    compiled = torch.compile(host, backend="aot_eager")
+    compiled = torch.compile(host, backend=backend)
     for tokens in (5, 7, 1, 0, 9, 11, 13, 2, 3, 6):
         x = torch.randn(tokens, 16)
         x[1:] = x[:1].clone()  # all choose the same two experts: the other two are empty
