@@ -14,7 +14,6 @@ import pytest
 
 from moe_tp.errors import DataError
 from moe_tp.models.tokens import IGNORE
-from moe_tp.train.chat import ChatTemplate
 from moe_tp.train.config import DataConfig
 from moe_tp.train.data import read_documents
 from moe_tp.train.documents import Document
@@ -154,13 +153,6 @@ def test_alpaca_without_a_template(folder: Path) -> None:
     assert show(made) == ("add\n2 2\n\n4$", "`````````4$")
 
 
-def test_tools_reach_the_template() -> None:
-    source = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    made = ChatTemplate(source, {}).render(TURNS, tools=[{"name": "é"}])
-    assert made.text.startswith('[{"name": "é"}]')
-    assert [made.text[a:b] for a, b in made.answers] == ["a ghost", "your father"]
-
-
 def test_records_of_conversations_that_are_none(folder: Path) -> None:
     """F3: the file, the line and what is wrong with it, whatever the template's own error is."""
     (folder / "chat_template.jinja").write_text(CHATML)
@@ -177,13 +169,6 @@ def test_records_of_conversations_that_are_none(folder: Path) -> None:
         (folder / "chat_template.jinja").write_text(source)
         with pytest.raises(DataError, match=r"a\.jsonl line 1: the chat template refuses"):
             documents(folder, "a.jsonl", json.dumps({"messages": TURNS}))
-
-
-def test_templates_run_in_a_sandbox() -> None:
-    """K7: a template from a folder cannot reach into the process."""
-    source = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(DataError, match="refuses the conversation"):
-        ChatTemplate(source, {}).render(TURNS)
 
 
 def test_token_ids(folder: Path) -> None:
@@ -310,6 +295,12 @@ def test_unusable_data_is_one_sentence(folder: Path, name: str, content: str, sa
     assert said in str(raised.value)
     assert name in str(raised.value)
     assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_record_without_a_key(folder: Path) -> None:
+    for form in ("auto", "text"):
+        with pytest.raises(DataError, match="line 1 is a record without a key; fill it or remove"):
+            documents(folder, "a.jsonl", "{}\n", format=form)
 
 
 def test_names_in_capitals_and_lines_in_json(folder: Path) -> None:

@@ -11,8 +11,9 @@ import yaml
 from settings_table import PAGE, SECTIONS, documented, written
 
 from moe_tp.errors import ConfigError
-from moe_tp.train.checks import warn_of_settings
+from moe_tp.train.checks import warn_of_files
 from moe_tp.train.config import DataConfig, FinetuneConfig, TrainConfig
+from moe_tp.train.files import list_files
 from moe_tp.train.settings import from_mapping, load_config, to_yaml
 
 SMALL = "model: m\noutput: o\ndata: {train: a.txt}\ntrain: {steps: 3}\n"
@@ -171,23 +172,21 @@ def test_a_global_batch_must_be_filled() -> None:
 
 
 def test_held_out_data_that_is_learned_from(
-    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By whatever names the two settings give the file."""
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("x")
     for held_out, said in (("b.txt", False), ("a.txt", True)):
-        words = [f"data.train={tmp_path}/a*", f"data.eval={tmp_path}/../{tmp_path.name}/{held_out}"]
-        warn_of_settings(load_config(path, words), 100)
+        other = f"{tmp_path}/../{tmp_path.name}/{held_out}"
+        warn_of_files(list_files([f"{tmp_path}/a*"]), list_files([other]))
         assert (f"{held_out} is in data.train too" in caplog.text) == said
         assert "more than once" not in caplog.text
 
 
-def test_a_file_that_is_named_twice(
-    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_is_named_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Once by its name, once by a glob: read twice, as it says."""
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("x")
-    warn_of_settings(load_config(path, [f"data.train=[{tmp_path}/*.txt, {tmp_path}/b.txt]"]), 100)
+    warn_of_files(list_files([f"{tmp_path}/*.txt", f"{tmp_path}/b.txt"]), [])
     assert caplog.text.count(f"data.train names {tmp_path / 'b.txt'} more than once") == 1

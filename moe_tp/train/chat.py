@@ -14,7 +14,7 @@ Span = tuple[int, int]
 Message = Mapping[str, Any]
 
 # Unicode noncharacters: no text holds them, no filter of a template touches them.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_OPEN, _CLOSE, _HERE = "\ufdd0", "\ufdd1", "\ufdd2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,8 @@ class ChatTemplate:
 
     Where the template marks answers by `{% generation %}`, those marks count. Where it does not,
     an answer is what the template adds for an assistant turn to the turns before it with the
-    prompt for an answer; templates that rewrite earlier turns are searched for the turn's content.
+    prompt for an answer, or after the turn's header where there is no such prompt; of templates
+    that rewrite earlier turns it is the turn's content.
 
     Args:
         source: jinja text.
@@ -101,20 +102,42 @@ class ChatTemplate:
         before = self._run(messages[:i], tools, prompt=True)[0] if i else ""
         asked = self._run(messages[:i], tools, prompt=False)[0] if i else ""
         after = self._run(messages[: i + 1], tools, prompt=False)[0]
-        content = messages[i].get("content")
-        content = content.strip() if isinstance(content, str) else None
         if text.startswith(after) and after.startswith(before) and len(before) >= cursor:
             start = len(before)
-            if before == asked and content:  # no prompt for an answer: the turn's header is ours
-                start = max(start, text.find(content, start, len(after)))
+            if before == asked:  # no prompt for an answer: the turn's header is ours
+                found = self._content(messages[: i + 1], i, after, start, tools)
+                start = start if found is None else found[0]
             return start, len(after)
-        at = -1 if content is None else text.find(content, cursor)
-        if at < 0 or content is None:
+        found = self._content(messages, i, text, cursor, tools)
+        if found is None:
             raise DataError(
                 f"turn {i} cannot be found in what the chat template makes of it; use a template "
                 f"with {{% generation %}} marks, or data.loss=all"
             )
-        return at, at + len(content)
+        return found
+
+    def _content(
+        self, messages: Sequence[Message], i: int, text: str, cursor: int, tools: Any
+    ) -> Span | None:
+        """Return where the content of a turn stands in a text, from `cursor` on; None: nowhere.
+
+        It is what changes when a mark takes its place; searching for it might find the same word
+        in a header or an earlier turn. Templates that look into the content are searched.
+        """
+        turn = {**messages[i], "content": _HERE}
+        try:
+            marked = self._run([*messages[:i], turn, *messages[i + 1 :]], tools, prompt=False)[0]
+        except DataError:  # the template asks something of the content
+            marked = ""
+        head, found, tail = marked.partition(_HERE)
+        start, stop = len(head), len(text) - len(tail)
+        if found and cursor <= start <= stop and text.startswith(head) and text.endswith(tail):
+            return start, stop
+        content = messages[i].get("content")
+        if not isinstance(content, str):
+            return None
+        at = text.find(content.strip(), cursor)
+        return None if at < 0 else (at, at + len(content.strip()))
 
     def _run(
         self, messages: Sequence[Message], tools: Any, *, prompt: bool

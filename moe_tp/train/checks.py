@@ -12,7 +12,6 @@ import torch
 from moe_tp.errors import ConfigError
 from moe_tp.log import get_logger
 from moe_tp.train.config import FinetuneConfig, TrainConfig
-from moe_tp.train.files import list_files
 from moe_tp.train.rows import Rows
 
 _log = get_logger(__name__)
@@ -75,6 +74,30 @@ def steps_of(train: TrainConfig, rows: Rows | None) -> int:
     return max(1, math.ceil(train.epochs * len(rows) / train.rows_a_step))
 
 
+def warn_of_files(train: Sequence[Path], held_out: Sequence[Path]) -> None:
+    """Warn of files that are learned from more than once, or evaluated on too.
+
+    Args:
+        train: the data files of data.train.
+        held_out: those of data.eval.
+    """
+    named = [path.resolve() for path in train]
+    learned = set(named)
+    if len(learned) < len(named):
+        _log.warning(
+            "data.train names %s more than once, so that its records are learned as many times "
+            "an epoch",
+            next(path for path in named if named.count(path) > 1),
+        )
+    both = [path for path in held_out if path.resolve() in learned]
+    if both:
+        _log.warning(
+            "data.eval: %s is in data.train too, so that the held-out loss is not that of data "
+            "the run has not seen",
+            both[0],
+        )
+
+
 def warn_of_settings(config: FinetuneConfig, steps: int) -> None:
     """Warn of settings that do not do what they seem to.
 
@@ -92,21 +115,6 @@ def warn_of_settings(config: FinetuneConfig, steps: int) -> None:
         )
     if train.eval_every and not config.data.eval:
         _log.warning("train.eval_every=%d evaluates nothing without data.eval", train.eval_every)
-    named = [path.resolve() for path in list_files(config.data.train)]
-    learned = set(named)
-    if len(learned) < len(named):
-        _log.warning(
-            "data.train names %s more than once, so that its records are learned as many times "
-            "an epoch",
-            next(path for path in named if named.count(path) > 1),
-        )
-    both = [path for path in list_files(config.data.eval) if path.resolve() in learned]
-    if both:
-        _log.warning(
-            "data.eval: %s is in data.train too, so that the held-out loss is not that of data "
-            "the run has not seen",
-            both[0],
-        )
     if train.decay_steps is not None and train.schedule != "wsd":
         _log.warning(
             "train.decay_steps=%d is of schedule wsd and does nothing with %s",

@@ -161,12 +161,18 @@ class DocumentMaker:
                 )
         raise DataError(
             f"{record.where} has the keys {', '.join(map(repr, fields))}, which no format has; "
-            f"name columns in data.columns, for example text: {next(iter(fields), 'body')}"
+            f"name columns in data.columns, for example text: {next(iter(fields))}"
         )
 
     def _renamed(self, record: Record) -> dict[str, Any]:
-        """Return a record's values by our names; what data.columns names goes before others."""
+        """Return a record's values by our names; what data.columns names goes before others.
+
+        Raises:
+            DataError: it has none.
+        """
         fields = record.fields
+        if not fields:
+            raise DataError(f"{record.where} is a record without a key; fill it or remove it")
         found = {self._columns[key]: value for key, value in fields.items() if key in self._columns}
         return found | {
             key: value

@@ -16,8 +16,8 @@ from moe_tp.experts.router import forget_router_load, update_router_bias
 from moe_tp.models.load import from_pretrained, save_pretrained
 from moe_tp.parallel.gradients import clip_grad_norm, settle_gradients
 from moe_tp.parallel.mesh import Mesh
+from moe_tp.train import checks
 from moe_tp.train.baseline import unigram_loss
-from moe_tp.train.checks import make_output, steps_of, warn_of_final, warn_of_settings
 from moe_tp.train.config import FinetuneConfig
 from moe_tp.train.data import DataStream, data_together, load_rows, warn_of_length
 from moe_tp.train.evaluate import evaluate
@@ -66,7 +66,9 @@ def finetune(
     """
     config.train.accumulation(mesh.size("dp"))  # refused before anything is allocated
     check_samples(config, mesh)
-    data_together(lambda: list_files([*config.data.train, *config.data.eval]), mesh)
+    data = config.data
+    train, held_out = data_together(lambda: [*map(list_files, (data.train, data.eval))], mesh)
+    checks.warn_of_files(train, held_out)
     mesh.agree("the settings of the run", repr(config))
     checkpoint = find_checkpoint(config, mesh, resume=resume)
     run = Run(config, mesh, quiet=quiet)
@@ -126,10 +128,11 @@ class Run:
                 dp=mesh.size("dp"),
                 dp_rank=mesh.coordinate("dp"),
             )
-        self.steps = steps_of(config.train, self.rows)
-        warn_of_settings(config, self.steps)
+        self.steps = checks.steps_of(config.train, self.rows)
+        checks.warn_of_settings(config, self.steps)
         if self.first:
-            warn_of_final(self.output / FINAL, self.model.name_rules.hub_shapes(), t.save_dtype)
+            shapes = self.model.name_rules.hub_shapes()
+            checks.warn_of_final(self.output / FINAL, shapes, t.save_dtype)
         self.optimizer = make_optimizer(self.model, config.train, seed=config.seed)
         self.placement = Placement(self.model, config.train.rebalance_every)
         self.saver = Saver(mesh, background=config.train.async_save)
@@ -295,13 +298,6 @@ class Run:
             line |= {"skipped": True, "where": where}
         return line, load
 
-    def evaluate(self) -> dict[str, float]:
-        """Return mean loss and perplexity of the held-out rows; see `evaluate.evaluate`."""
-        assert self.held_out is not None
-        return evaluate(
-            self.model, self.held_out, micro_batch=self.config.train.micro_batch, step=self.step
-        )
-
     def save_final(self) -> Path:
         """Return `final/`, a hub folder with tokenizer files, and write the probe beside it.
 
@@ -352,7 +348,7 @@ class Run:
 
     def _open_output(self) -> None:
         if self.first:
-            make_output(self.output)
+            checks.make_output(self.output)
 
     def write_settings(self) -> None:
         """Write the resolved settings, which a resume that is refused must leave as they were."""
@@ -371,7 +367,8 @@ class Run:
     def _evaluation_if_due(self, journal: Journal) -> dict[str, float]:
         if self.held_out is None or not self._due(self.config.train.eval_every):
             return {}
-        found = self.evaluate()
+        at_once = self.config.train.micro_batch
+        found = evaluate(self.model, self.held_out, micro_batch=at_once, step=self.step)
         journal.note(
             f"step {self.step}: held-out loss {found['eval_loss']:.4f}, "
             f"perplexity {found['eval_perplexity']:.2f}"
