@@ -1,7 +1,7 @@
 """Start N local ranks of a command, watch them, and when one fails end the rest and say why (F1).
 
 The ranks are fresh processes of the same command line. They meet through a file in a run folder,
-so no port is needed, and leave their failures there. This process does not import torch.
+so no port is needed, and leave their failures there. This process computes nothing.
 """
 
 from __future__ import annotations

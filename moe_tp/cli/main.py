@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from typing import Protocol
 
 from moe_tp import __version__
 from moe_tp.cli import launcher
-from moe_tp.cli.environment import Place, find_place
+from moe_tp.cli.environment import RUN_FOLDER, Place, find_place
 from moe_tp.cli.failures import exit_code
 from moe_tp.cli.notices import shown
 from moe_tp.errors import MoeTpError
@@ -65,18 +67,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             return launcher.launch(words, options.nproc, debug=options.debug, grace=options.grace)
         with shown(place):
             return _run_on_ranks(options, place)
-    except KeyboardInterrupt:
-        if place is None or place.run_folder is None:
-            print("moe-tp: stopped by a signal", file=sys.stderr)
-        return 130
     except Exception as error:  # noqa: BLE001 - the outermost frame, which shows every error
         _show(error, place, debug=options.debug)
         return exit_code(error)
 
 
 def entry() -> None:
-    """End the process with the exit code of `main`."""
-    sys.exit(main())
+    """End the process with the exit code of `main`, or with 130 where a signal has stopped it.
+
+    SIGTERM is taken as Ctrl-C is, from here until a run that saves has a handler of its own. The
+    ranks of a run keep the default: a handler of Python waits as long as a collective does.
+    """
+    if not {"RANK", "SLURM_STEP_ID"} & os.environ.keys():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        code = 130
+        if RUN_FOLDER not in os.environ:
+            print("moe-tp: stopped by a signal", file=sys.stderr)
+    sys.exit(code)
 
 
 class _WithDefaults(argparse.HelpFormatter):
