@@ -45,6 +45,7 @@ def test_an_error_of_one_rank_is_the_message_and_the_exit_code(
     assert time.monotonic() - start < 40
 
 
+@pytest.mark.slow
 def test_a_bug_says_its_type_and_where_to_look(capfd: pytest.CaptureFixture[str]) -> None:
     code, _, err = _launch(capfd, "bug", "--on", "0")
     assert code == 1
@@ -59,6 +60,7 @@ def test_a_killed_rank_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_exits_is_named_with_its_last_words(capfd: pytest.CaptureFixture[str]) -> None:
     """F1."""
     code, _, err = _launch(capfd, "exit", "--on", "1")
@@ -74,13 +76,16 @@ def test_ranks_that_hang_are_ended_when_one_fails(capfd: pytest.CaptureFixture[s
     assert time.monotonic() - start < 50  # the sleeper sleeps 60 s
 
 
+@pytest.mark.slow
 def test_a_failed_check_is_no_failure_of_a_rank(capfd: pytest.CaptureFixture[str]) -> None:
     code, out, err = _launch(capfd, "unequal")
     assert (code, err) == (1, "")
     assert out.startswith("rank 0")
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_the_ranks_end_with_their_launcher(tmp_path: Path, how: signal.Signals) -> None:
     """F1: also where the launcher cannot clean up."""
     code = "from moe_tp.cli.launcher import launch; launch(['probe', 'hang', '--pids', "
@@ -111,8 +116,8 @@ def test_ranks_have_time_to_save_after_sigterm(tmp_path: Path, grace: float, sav
     ("signals", "saved"),
     [
         ((signal.SIGTERM, signal.SIGTERM), 2),
-        ((signal.SIGINT,), 2),
-        ((signal.SIGINT, signal.SIGINT), 0),
+        pytest.param((signal.SIGINT,), 2, marks=pytest.mark.slow),
+        pytest.param((signal.SIGINT, signal.SIGINT), 0, marks=pytest.mark.slow),
     ],
     ids=["term-term", "int", "int-int"],
 )

@@ -327,7 +327,7 @@ def _traffic(layout: dict[str, int], dtype: torch.dtype) -> Any:
     return sent, need[mesh.rank], count[mesh.rank], received, elements
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_rows_sent_at_top_8_of_64(ranks: int) -> None:
     """Issue 5, D11: 5.4 rows a token over 8 ranks and 3.7 over 4; metadata below 2 percent."""
     sent = run_ranks(_top8, ranks)

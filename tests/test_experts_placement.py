@@ -33,7 +33,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     ("optimizer", "spare"),
     [
         ("AdamW", 1),
-        ("SGD", 0),
+        pytest.param("SGD", 0, marks=pytest.mark.slow),
         pytest.param("AdamW", 0, marks=pytest.mark.slow),
         pytest.param("SGD", 1, marks=pytest.mark.slow),
     ],

@@ -66,14 +66,16 @@ def all_choices(layout: Layout, runtime: dict[str, Any]) -> list[dict[str, Any]]
 
 
 LAYOUTS: list[Any] = [
-    pytest.param(2, {"pp": 2}, {}, id="pp2"),
+    pytest.param(2, {"pp": 2}, {}, id="pp2", marks=pytest.mark.slow),
     pytest.param(2, {"pp": 2}, {"recompute": "full"}, id="pp2-recompute"),
-    pytest.param(2, {"dp": 2, "ep": 2}, {}, id="ep2"),
+    pytest.param(2, {"dp": 2, "ep": 2}, {}, id="ep2", marks=pytest.mark.slow),
     *(
         pytest.param(2, {"dp": 2, "ep": 2, "zero": zero}, {}, id=f"ep2-zero{zero}", marks=marks)
         for zero, marks in ((1, pytest.mark.slow), (2, pytest.mark.slow), (3, ()))
     ),
-    pytest.param(4, {"pp": 2, "dp": 2, "ep": 2, "zero": 1}, {}, id="pp2-ep2-zero1"),
+    pytest.param(
+        4, {"pp": 2, "dp": 2, "ep": 2, "zero": 1}, {}, id="pp2-ep2-zero1", marks=pytest.mark.slow
+    ),
     pytest.param(
         4,
         {"dp": 2, "tp": 2, "ep": 2, "etp": 2, "zero": 3},

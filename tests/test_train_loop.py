@@ -108,7 +108,11 @@ def one(folder: Path) -> tuple[dict[str, Any], dict[str, list[float]]]:
 
 @pytest.mark.parametrize(
     "layout",
-    [{"tp": 2, "ep": 2, "etp": 2}, {"dp": 4, "ep": 2}, {"tp": 4, "etp": 4}],
+    [
+        {"tp": 2, "ep": 2, "etp": 2},
+        {"dp": 4, "ep": 2},
+        pytest.param({"tp": 4, "etp": 4}, marks=pytest.mark.slow),
+    ],
     ids=["tp2-ep2-etp2", "dp4-ep2", "tp4-etp4"],
 )
 def test_four_ranks_have_the_curve_of_one_process(

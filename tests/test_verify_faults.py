@@ -360,7 +360,11 @@ def test_fault_of_a_balance_loss_is_found(fault: str, folders: dict[str, str]) -
         assert any("loss" in failure for failure in report["failures"]), report["failures"]
 
 
-@pytest.mark.parametrize("balance", ["sequence", "global_batch", "global_batch_exact"])
+@pytest.mark.parametrize(
+    "balance",
+    ["global_batch_exact"]
+    + [pytest.param(kind, marks=pytest.mark.slow) for kind in ("sequence", "global_batch")],
+)
 def test_balance_losses_pass_in_every_layout(balance: str, folders: dict[str, str]) -> None:
     """L2: value and gradient, over dp, tp, ep, pipelines' micro-batches and cp, packed rows too."""
     layouts = (L(), L(tp=2, ep=2), L(pp=2), L(cp=2), L(dp=2, tp=2, ep=2, etp=2), L(dp=4, zero=2))
