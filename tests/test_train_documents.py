@@ -297,6 +297,11 @@ def test_unusable_data_is_one_sentence(folder: Path, name: str, content: str, sa
     assert len(str(raised.value).splitlines()) == 1
 
 
+def test_a_later_record_with_null(folder: Path) -> None:
+    with pytest.raises(DataError, match="line 2: 'text' is null, and format text needs a value"):
+        documents(folder, "a.jsonl", '{"text": "a"}\n{"text": null}\n')
+
+
 def test_a_record_without_a_key(folder: Path) -> None:
     for form in ("auto", "text"):
         with pytest.raises(DataError, match="line 1 is a record without a key; fill it or remove"):

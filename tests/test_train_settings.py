@@ -11,9 +11,11 @@ import yaml
 from settings_table import PAGE, SECTIONS, documented, written
 
 from moe_tp.errors import ConfigError
-from moe_tp.train.checks import warn_of_files
+from moe_tp.train.checks import warn_of_few, warn_of_files
 from moe_tp.train.config import DataConfig, FinetuneConfig, TrainConfig
+from moe_tp.train.documents import Document
 from moe_tp.train.files import list_files
+from moe_tp.train.rows import make_rows
 from moe_tp.train.settings import from_mapping, load_config, to_yaml
 
 SMALL = "model: m\noutput: o\ndata: {train: a.txt}\ntrain: {steps: 3}\n"
@@ -190,3 +192,23 @@ def test_a_file_that_is_named_twice(tmp_path: Path, caplog: pytest.LogCaptureFix
         (tmp_path / name).write_text("x")
     warn_of_files(list_files([f"{tmp_path}/*.txt", f"{tmp_path}/b.txt"]), [])
     assert caplog.text.count(f"data.train names {tmp_path / 'b.txt'} more than once") == 1
+
+
+@pytest.mark.parametrize(
+    "word", ["train.lr=", "model=", "parallel.tp=", "train=", "train.schedule=", "data.eval="]
+)
+def test_a_word_without_a_value(path: Path, word: str) -> None:
+    """It is said so, and what stands for none in a list; where none is a value it is taken."""
+    none = r"or \[\] for none, " if word == "data.eval=" else ""
+    fix = f"has no value; give it one, {none}or leave it out"
+    with pytest.raises(ConfigError, match=f"{word[:-1]} {fix}"):
+        load_config(path, [word])
+    assert load_config(path, ["data.tokenizer=", "data.eval=[]"]).data.tokenizer is None
+
+
+def test_fewer_rows_than_a_step_takes(caplog: pytest.LogCaptureFixture) -> None:
+    documents = [Document(ids=[1, 2, 3], labels=[1, 2, 3], splits=True)] * 3
+    rows = make_rows(documents, 4)
+    for batch, said in ((3, 0), (4, 1)):
+        warn_of_few(rows, TrainConfig(steps=1, global_batch=batch))
+        assert caplog.text.count("the data makes 3 rows of data.seq_len") == said

@@ -74,6 +74,22 @@ def steps_of(train: TrainConfig, rows: Rows | None) -> int:
     return max(1, math.ceil(train.epochs * len(rows) / train.rows_a_step))
 
 
+def warn_of_few(rows: Rows, train: TrainConfig) -> None:
+    """Warn where a step takes more rows than there are.
+
+    Args:
+        rows: the data.
+        train: names the rows of a step.
+    """
+    if len(rows) < train.rows_a_step:
+        _log.warning(
+            "the data makes %d rows of data.seq_len, and train.global_batch=%d takes them more "
+            "than once a step; lower it, or data.seq_len",
+            len(rows),
+            train.rows_a_step,
+        )
+
+
 def warn_of_files(train: Sequence[Path], held_out: Sequence[Path]) -> None:
     """Warn of files that are learned from more than once, or evaluated on too.
 

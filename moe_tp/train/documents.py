@@ -122,6 +122,10 @@ class DocumentMaker:
         """
         fields = self._renamed(record)
         missing = [key for key in _KEYS[kind] if fields.get(key) is None]
+        if missing and missing[0] in fields:
+            raise DataError(
+                f"{record.where}: {missing[0]!r} is null, and format {kind} needs a value"
+            )
         if missing:
             raise DataError(
                 f"{record.where} has no {missing[0]!r}, which format {kind} needs; it has "

@@ -119,6 +119,7 @@ class Run:
             self.stream = self._window_stream()
         else:
             self.rows = self._load(config.data.train)
+            checks.warn_of_few(self.rows, config.train)
             self.stream = DataStream(
                 self.rows,
                 seed=config.seed,

@@ -210,7 +210,8 @@ def make_rows(
         raise DataError(
             f"the data holds nothing to learn: of {tally['documents']} documents "
             f"{tally['dropped_empty']} have no target within {seq_len} tokens and "
-            f"{tally['dropped_long']} are longer"
+            f"{tally['dropped_long']} are longer; raise data.seq_len, or see to data.long and "
+            f"data.loss"
         )
     pieces = np.asarray(spans, np.int64)
     lengths = pieces[:, 1] - pieces[:, 0]

@@ -170,6 +170,9 @@ def _typed(value: Any, hint: Any, where: str, name: str) -> Any:
             return None
         (inner,) = [choice for choice in choices if choice is not type(None)]
         return _typed(value, inner, where, name)
+    if value is None:
+        none = ", or [] for none" if origin is tuple else ""
+        raise ConfigError(f"{where}: {name} has no value; give it one{none}, or leave it out")
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}: {name}={value!r} must hold keys of its own")
