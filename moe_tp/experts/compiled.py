@@ -1,9 +1,8 @@
 """Passes over bf16 rows that torch has no operator for, compiled on the machine they run on.
 
 Of SwiGLU's backward torch makes a dozen passes over memory, `passes.c` makes one. Its compilation
-takes 0.2 s, once a process at first use, in a folder of its own that is removed again: nothing is
-cached, so nothing can be stale, and ranks that start together do not meet. Where there is no C
-compiler of the GNU kind torch's operators do the work, with a bf16 rounding after each of them.
+(`moe_tp.parallel.native`) takes 0.2 s. Where there is no C compiler torch's operators do the work,
+with a bf16 rounding after each of them.
 
 Letters: n pairs of one block · N two times F · F expert hidden.
 """
@@ -12,69 +11,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from moe_tp.log import get_logger
+from moe_tp.parallel.native import build_or_none
 
 _SOURCE = Path(__file__).with_name("passes.c")
-_FLAGS = (
-    "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math",
-    "-fPIC", "-fopenmp",
-)  # fmt: skip
-_PATIENCE = 60.0  # seconds
-
-
-def _threads_library() -> str | None:
-    """Return the file of the OpenMP library that torch runs on: a second would fight with it."""
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if Path(path).name.startswith(("libgomp", "libiomp5")):
-            return path
-    return None
-
-
-def build(source: Path = _SOURCE) -> ctypes.CDLL:
-    """Return the passes, compiled.
-
-    Args:
-        source: a file in C.
-
-    Raises:
-        OSError: there is no compiler, or it does not make a library that loads.
-    """
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    threads = _threads_library()
-    if compiler is None or threads is None:
-        raise OSError("no C compiler, or no OpenMP library in torch")
-    with tempfile.TemporaryDirectory(prefix="moe_tp-") as folder:
-        made, library = Path(folder, "passes.o"), Path(folder, "passes.so")
-        for command in (
-            [compiler, *_FLAGS, "-c", str(source), "-o", str(made)],
-            [compiler, "-shared", str(made), threads, "-Wl,-z,defs", "-lc", "-o", str(library)],
-        ):
-            try:
-                subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
-            except subprocess.SubprocessError as error:
-                told = getattr(error, "stderr", None) or b""
-                raise OSError(f"{error}: {told.decode(errors='replace')[-300:]}") from error
-        return ctypes.CDLL(str(library))
 
 
 @functools.cache
 def _passes() -> ctypes.CDLL | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        library = build()
-    except OSError as error:
-        get_logger(__name__).info("expert activations run on torch's operators: %s", error)
+    library = build_or_none(_SOURCE, "expert activations")
+    if library is None:
         return None
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     library.moe_tp_swiglu.argtypes = [pointer] * 2 + [count] * 2 + [ctypes.c_int]

@@ -4,8 +4,8 @@ Letters: T tokens on this rank · R rows · K choices · D width · F expert hid
 (row, expert) pairs · e experts on this rank.
 
 A step has a handful of pairs, and its time is reading the weights of the chosen experts and the
-calls from Python. So the choices are read to the host once, an expert that has rows costs one call
-a projection, and nothing is listed, counted or padded for backward or the wire.
+calls from Python. So the choices are read to the host once, the experts that have rows cost one
+call a projection, and nothing is listed, counted or padded for backward or the wire.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from moe_tp.experts.layer import GroupedExperts
 from moe_tp.experts.router import Router
 from moe_tp.parallel.collectives import accumulate_dtype
 from moe_tp.parallel.held import held
-from moe_tp.parallel.product import linear
+from moe_tp.parallel.product import linear, linears
 from moe_tp.routing.route import choose
 
 MOST_PAIRS = 512  # above, sorting them on the host costs more than it saves
-
-Matrices = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
 
 
 def serves(x_TD: torch.Tensor, router: Router, experts: GroupedExperts) -> bool:
@@ -96,27 +94,23 @@ def compute_few(
     Collectives: none.
     """
     gate_up, down = _matrices(experts)
-    exact, choices = accumulate_dtype(rows_RD.dtype), weights_RK.shape[1]
+    exact, choices, mine = accumulate_dtype(rows_RD.dtype), weights_RK.shape[1], down.shape[0]
     pairs = sorted(
         (slot, row * choices + choice)
         for row, slots in enumerate(slots_RK)
         for choice, slot in enumerate(slots)
-        if 0 <= slot < len(down)
+        if 0 <= slot < mine
     )
     if not pairs:
         return rows_RD.new_zeros(rows_RD.shape, dtype=exact)
     busy: dict[int, int] = {}
     for slot, _ in pairs:
         busy[slot] = busy.get(slot, 0) + 1
+    runs = list(busy), list(busy.values())
     place_P = torch.tensor([place for _, place in pairs])
     weight_P1 = weights_RK.reshape(-1).index_select(0, place_P)[:, None].to(exact)
-    alone = rows_RD.shape[0] == 1
-    if alone:
-        xs: Sequence[torch.Tensor] = [rows_RD] * len(busy)
-    else:
-        row_P = torch.div(place_P, choices, rounding_mode="floor")
-        xs = rows_RD.index_select(0, row_P).split_with_sizes(list(busy.values()))
-    gate_up_PN = _products(xs, [gate_up[slot] for slot in busy])
+    row_P = torch.div(place_P, choices, rounding_mode="floor")
+    gate_up_PN = linears(rows_RD.index_select(0, row_P), gate_up, *runs)
     slot_P = None
     if "down_bias" in experts.specs:
         slot_P = torch.tensor([slot for slot, _ in pairs])
@@ -124,28 +118,17 @@ def compute_few(
     gate_PF, up_PF = gate_up_PN.chunk(2, dim=1)
     hidden_PF = torch.empty_like(gate_PF)
     experts.activation.forward_into(hidden_PF, gate_PF, up_PF)
-    y_PD = _products(
-        hidden_PF.split_with_sizes(list(busy.values())), [down[slot] for slot in busy]
-    ).to(exact)
+    y_PD = linears(hidden_PF, down, *runs).to(exact)
     if slot_P is not None and experts.mesh.coordinate("etp") == 0:  # added once
         y_PD = y_PD + experts.local("down_bias").index_select(0, slot_P)
     y_PD = y_PD * weight_P1
-    if alone:
-        return y_PD.sum(0, keepdim=True)
     return y_PD.new_zeros(rows_RD.shape).index_add_(0, row_P, y_PD)
 
 
-def _products(xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return each expert's rows times its matrix, joined."""
-    parts = [linear(x, weight, None) for x, weight in zip(xs, weights, strict=True)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _matrices(experts: GroupedExperts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return gate and up as one matrix an expert `[e, 2F, D]`, and down `[e, D, F]`: views."""
 
-
-def _matrices(experts: GroupedExperts) -> Matrices:
-    """Return gate and up as one matrix `[2F, D]` an expert, and down `[D, F]`: views."""
-
-    def make() -> Matrices:
-        gate_up, down = experts.local("gate_up"), experts.local("down")
-        return gate_up.flatten(1, 2).unbind(0), down.unbind(0)
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        return experts.local("gate_up").flatten(1, 2), experts.local("down")
 
     return held(experts, "matrices", make)

@@ -4,17 +4,21 @@ torch multiplies fp32 matrices on a CPU with MKL, which leaves AVX-512 unused on
 makers than its own: less than half the rate that oneDNN, also part of torch, reaches there. The
 choice depends on the machine and on sizes alone, so that a run repeated gives the same bits.
 
-One bf16 row times a matrix, the product of a generation step, is the other way round: oneDNN, which
-torch takes for bf16, needs 38 us for 512 x 512 there and torch's own dot products need 17.
+Few rows times a matrix, the products of a generation step, go through C where that compiles
+(`moe_tp.parallel.few_rows`). Where it does not, one bf16 row is better off without oneDNN, which
+torch takes for bf16: that needs 38 us for 512 x 512, and torch's own dot products need 17.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+
+from moe_tp.parallel.few_rows import few_rows, takes
 
 _LEAST_WORK = 1 << 17  # multiplications; below, oneDNN's larger cost of a call shows
 _PIECE = 1 << 18  # elements of one transposed product: what is copied then lies in cache
@@ -116,7 +120,30 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
     Collectives: none.
     """
+    if takes(x, weight):
+        y = few_rows(x, weight, (0,), (x.shape[0],))
+        return y if bias is None else y.add_(bias)
     if _by_dots(x):
         return _dots(x, weight, bias)
     by_onednn = _by_onednn(x, weight.shape[0])
     return _onednn(x, weight, bias) if by_onednn else F.linear(x, weight, bias)
+
+
+def linears(
+    x: torch.Tensor, weights: torch.Tensor, slots: Sequence[int], counts: Sequence[int]
+) -> torch.Tensor:
+    """Return each run of rows times the transpose of its matrix `[n, m]`; outside autograd.
+
+    Args:
+        x: `[n, k]`.
+        weights: `[e, m, k]`.
+        slots: of the matrix that each run of rows meets, at least one.
+        counts: rows of each run; n in all.
+
+    Collectives: none.
+    """
+    if takes(x, weights, len(slots)):
+        return few_rows(x, weights, slots, counts)
+    runs = zip(x.split_with_sizes(list(counts)), slots, strict=True)
+    parts = [linear(rows, weights[slot], None) for rows, slot in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
