@@ -1,4 +1,4 @@
-"""Products of few rows in C, against fp64 and against torch's operators."""
+"""Products and norms of few rows in C, against fp64 and against torch's operators."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 from moe_tp.parallel import few_rows, product
 from moe_tp.parallel.held import holding
+from moe_tp.parallel.sequence import rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -74,6 +75,9 @@ def test_not_a_number_and_infinity_come_through() -> None:
     assert got[0].isnan().all()
     assert got[1, 1].isinf()
     assert got[1, [0, 2, 3]].isfinite().all()
+    # all bits set, where rounding up would carry into the sign
+    weight = torch.full((40,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    assert few_rows.few_norms(x[1:], weight, 1e-6).isnan().all()
 
 
 @pytest.mark.usefixtures("compiler")
@@ -110,3 +114,34 @@ def test_a_bias_is_added() -> None:
     with holding():
         got = product.linear(x, weights[0], bias)
     torch.testing.assert_close(got, torch.nn.functional.linear(x, weights[0], bias))
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_are_those_of_fp64(dtype: torch.dtype) -> None:
+    """D1: of rows and of heads, at odd sizes and magnitudes; without a compiler as with one."""
+    torch.manual_seed(0)
+    for shape in ((1, 3), (3, 16), (2, 1, 3, 37), (5, 100)):
+        x = (torch.randn(shape) * 10.0 ** torch.randint(-4, 4, (*shape[:-1], 1))).to(dtype)
+        weight, wide = torch.randn(shape[-1]), x.double()
+        expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight
+        bound = 1e-6 if dtype == torch.float32 else 2.0**-8
+        with torch.no_grad(), holding():
+            assert few_rows.takes_norm(x, weight)
+            got = rms_norm(x, weight, 1e-6)
+        assert got.dtype == dtype
+        assert bool(((got.double() - expected).abs() <= bound * expected.abs()).all()), shape
+
+
+@pytest.mark.usefixtures("compiler")
+def test_what_is_not_few_norms_goes_by_torch() -> None:
+    """Outside `holding`, strided, fp64, many elements or none."""
+    x, weight = torch.randn(4, 16), torch.randn(16)
+    assert not few_rows.takes_norm(x, weight)
+    with holding():
+        assert few_rows.takes_norm(x, weight)
+        assert not few_rows.takes_norm(x[:0], weight)
+        assert not few_rows.takes_norm(x.t(), weight[:4])
+        assert not few_rows.takes_norm(x.double(), weight)
+        assert not few_rows.takes_norm(x, weight.double())
+        assert not few_rows.takes_norm(x.repeat(few_rows.MOST_NORMED // 64 + 1, 1), weight)

@@ -1,6 +1,7 @@
-/* Few rows times matrices, the products of a generation step: y = x w^T, summed in fp32.
+/* What a generation step does with few rows: products with matrices, y = x w^T, and norms; in fp32.
 
-   Compiled on the machine by moe_tp/parallel/few_rows.py; the plain form is torch.nn.functional.linear.
+   Compiled on the machine by moe_tp/parallel/few_rows.py; the plain forms are
+   torch.nn.functional.linear and rms_norm.
    The weights are read once from memory, whatever the number of rows, and the next ones fetched
    meanwhile. An element of y is summed by one thread in one order, which depends neither on the
    number of rows nor on that of threads. */
@@ -137,3 +138,20 @@ static float sum(const float *v) {
 
 PRODUCTS(float)
 PRODUCTS(bf16)
+
+/* y = x / sqrt(mean(x^2) + eps) * w, each of `rows` by itself (arXiv:1910.07467, equation 4) */
+#define NORM(T)                                                                                    \
+    void moe_tp_norm_##T(const T *x, const float *w, T *y, int64_t rows, int64_t k, double eps) {  \
+        for (int64_t r = 0; r < rows; r++, x += k, y += k) {                                       \
+            float square[16] = {0}, rest = 0;                                                      \
+            int64_t i = 0;                                                                         \
+            for (; i + 16 <= k; i += 16)                                                           \
+                for (int j = 0; j < 16; j++) square[j] += wide_##T(x[i + j]) * wide_##T(x[i + j]); \
+            for (; i < k; i++) rest += wide_##T(x[i]) * wide_##T(x[i]);                            \
+            float scale = (float)(1 / __builtin_sqrt((sum(square) + rest) / (double)k + eps));     \
+            for (i = 0; i < k; i++) y[i] = narrow_##T(wide_##T(x[i]) * scale * w[i]);              \
+        }                                                                                          \
+    }
+
+NORM(float)
+NORM(bf16)

@@ -1,9 +1,10 @@
-"""Few rows times matrices on a CPU in C: the products of a generation step.
+"""Few rows on a CPU in C: the products and norms of a generation step.
 
 One or a few rows make a product as fast as its weights come from memory. oneDNN and MKL are built
 for many rows and reach a half of that; `few_rows.c` reads each weight once, where it lies, and
 takes all the experts of a step in one call. Its sums are fp32's, whatever the number of rows and
-threads. Compiled (`moe_tp.parallel.native`, 0.4 s) by the first `generate` of a process alone.
+threads. A norm, some 30 us of torch's calls, is one of 5. Compiled (`moe_tp.parallel.native`, 0.4 s
+a process) by `generate` alone.
 
 Letters: P rows · g matrices that rows meet · k input width · m output width · e matrices.
 """
@@ -22,6 +23,7 @@ from moe_tp.parallel.held import is_holding
 from moe_tp.parallel.native import build_or_none
 
 MOST_ROWS = 12  # a matrix; oneDNN is quicker from 8 to 24 rows on, by their sizes
+MOST_NORMED = 1 << 15  # elements; more are worth the threads of torch's operators
 _SOURCE = Path(__file__).with_name("few_rows.c")
 
 
@@ -30,9 +32,13 @@ def _library() -> ctypes.CDLL | None:
     library = build_or_none(_SOURCE, "products of few rows")
     if library is None:
         return None
-    arguments = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3 + [ctypes.c_int]
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
     for function in (library.moe_tp_rows_float, library.moe_tp_rows_bf16):
-        function.argtypes, function.restype = arguments, None
+        function.argtypes = [pointer] * 5 + [count] * 3 + [ctypes.c_int]
+        function.restype = None
+    for function in (library.moe_tp_norm_float, library.moe_tp_norm_bf16):
+        function.argtypes = [pointer] * 3 + [count] * 2 + [ctypes.c_double]
+        function.restype = None
     return library
 
 
@@ -81,3 +87,40 @@ def few_rows(
         groups, k, m, torch.get_num_threads(),
     )  # fmt: skip
     return y_Pm
+
+
+def takes_norm(x: torch.Tensor, weight_k: torch.Tensor) -> bool:
+    """Return whether `few_norms` is for these: inside `holding`, dense, small, fp32 or bf16.
+
+    Args:
+        x: `[..., k]`.
+        weight_k: fp32.
+    """
+    return (
+        is_holding()
+        and 0 < x.numel() <= MOST_NORMED
+        and x.dtype in (torch.bfloat16, torch.float32)
+        and weight_k.dtype == torch.float32
+        and x.is_cpu
+        and x.is_contiguous()
+        and weight_k.is_contiguous()
+        and not torch.compiler.is_compiling()
+        and _library() is not None
+    )
+
+
+def few_norms(x: torch.Tensor, weight_k: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, rounded once.
+
+    Args:
+        x: `[..., k]` that `takes_norm` accepts, with `weight_k`.
+        eps: added to the mean square.
+
+    Collectives: none.
+    """
+    library, k = _library(), weight_k.shape[0]
+    assert library is not None
+    y = torch.empty_like(x)
+    call = library.moe_tp_norm_float if x.dtype == torch.float32 else library.moe_tp_norm_bf16
+    call(x.data_ptr(), weight_k.data_ptr(), y.data_ptr(), x.numel() // k, k, eps)
+    return y

@@ -14,6 +14,7 @@ from moe_tp.parallel.collectives import (
     all_reduce,
     replicate,
 )
+from moe_tp.parallel.few_rows import few_norms, takes_norm
 from moe_tp.parallel.functions import apply_function
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import ParallelModule
@@ -45,6 +46,8 @@ class _RMSNorm(Function):
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return the root-mean-square norm over the last dimension (arXiv:1910.07467, equation 4)."""
     if not torch.is_grad_enabled():
+        if takes_norm(x, weight):
+            return few_norms(x, weight, eps)
         wide = x.to(accumulate_dtype(x.dtype))  # one call in place of six
         return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
     result: torch.Tensor = apply_function(_RMSNorm, x, weight, eps)
