@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from moe_tp.errors import ConfigError, RankFailedError
-from moe_tp.testing import _Failure, _labelled, run_crash, run_ranks
+from moe_tp.testing import pool, run_crash, run_ranks
+from moe_tp.testing.pool import Failure, labelled
 
 
 def _sum(start: int) -> tuple[int, torch.Tensor]:
@@ -117,9 +118,9 @@ def test_a_dead_rank_is_named() -> None:
 
 def test_the_news_of_a_death_may_come_late() -> None:
     """F1: a rank that lost its peer is no first cause, however early it says so."""
-    lost = _Failure(1.0, None, "RuntimeError", "[pair.cc:553] Connection closed by peer", "")
-    died = _Failure(2.0, None, "RankFailedError", "died with exit code -9", "")
-    assert "rank 1 of 2: RankFailedError: died" in str(_labelled({0: lost, 1: died}, 2))
+    lost = Failure(1.0, None, "RuntimeError", "[pair.cc:553] Connection closed by peer", "")
+    died = Failure(2.0, None, "RankFailedError", "died with exit code -9", "")
+    assert "rank 1 of 2: RankFailedError: died" in str(labelled({0: lost, 1: died}, 2))
 
 
 def test_run_crash_reports_each_rank() -> None:
@@ -172,3 +173,33 @@ def test_a_process_full_of_idle_threads_is_replaced() -> None:
     first = run_ranks(_many_groups, 2, 1)
     assert run_ranks(_many_groups, 2, 40) == first
     assert set(run_ranks(_many_groups, 2, 1)).isdisjoint(first)
+
+
+def _paths(where: str) -> str:
+    return where
+
+
+def test_ranks_that_do_not_meet_are_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1: a stalled rendezvous costs a warning, a second one the run, with every rank's stack."""
+    ask = pool.Pool._ask
+    asked: list[int] = []
+
+    def ask_one_fewer(
+        self: pool.Pool, workers: list[pool._Worker], call: tuple[object, ...]
+    ) -> None:
+        asked.append(len(workers))
+        ask(self, workers[: len(workers) - (len(asked) in absent)], call)
+
+    monkeypatch.setattr(pool.Pool, "_ask", ask_one_fewer)
+    monkeypatch.setattr(pool, "_MEET_S", 3.0)
+    absent = {1}
+    with pytest.warns(UserWarning, match="new ranks are started: .* did not meet within 3 s"):
+        assert run_ranks(_paths, 2, "here") == ["here", "here"]
+    asked.clear()
+    absent = {1, 2}
+    with (
+        pytest.warns(UserWarning, match="did not meet"),
+        pytest.raises(TimeoutError, match=r"(?s)did not meet within 3 s.*init_process_group"),
+    ):
+        run_ranks(_paths, 2, "here")
+    assert asked == [2, 2]
