@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import platform
 from pathlib import Path
 
 import pytest
@@ -16,11 +19,21 @@ ROUNDING = 2.0**-8  # the most by which one changes a number, of it
 Results = dict[str, torch.Tensor]
 
 
-@pytest.fixture
-def compiler() -> None:
-    """Skip where nothing compiles."""
+@functools.cache
+def plain_passes() -> ctypes.CDLL:
+    """Return the passes for a processor that does not round to bf16 by itself."""
+    return compiled._declared(native.build(compiled._SOURCE, "-mno-avx512bf16"))
+
+
+@pytest.fixture(params=["this machine's rounding", "rounding by integers"])
+def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the passes be those of this machine, then those of another; skip if nothing compiles."""
     if compiled._passes() is None:  # pragma: no cover
         pytest.skip("no C compiler")
+    if request.param == "rounding by integers":
+        if platform.machine() != "x86_64":  # pragma: no cover
+            pytest.skip("rounds by integers anyway")
+        monkeypatch.setattr(compiled, "_passes", plain_passes)
 
 
 def inputs(rows: int, size: int) -> Results:

@@ -24,8 +24,11 @@ _SOURCE = Path(__file__).with_name("passes.c")
 @functools.cache
 def _passes() -> ctypes.CDLL | None:
     library = build_or_none(_SOURCE, "expert activations")
-    if library is None:
-        return None
+    return None if library is None else _declared(library)
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Return the library, its functions' arguments named."""
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     library.moe_tp_swiglu.argtypes = [pointer] * 2 + [count] * 2 + [ctypes.c_int]
     library.moe_tp_swiglu_backward.argtypes = [pointer] * 6 + [count] * 2 + [ctypes.c_int]

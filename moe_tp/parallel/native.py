@@ -32,11 +32,12 @@ def _threads_library() -> str | None:
     return None
 
 
-def build(source: Path) -> ctypes.CDLL:
+def build(source: Path, *flags: str) -> ctypes.CDLL:
     """Return the library of a file in C.
 
     Args:
         source: the file.
+        flags: for the compiler, beside those that are always given.
 
     Raises:
         OSError: there is no compiler, or it does not make a library that loads.
@@ -48,7 +49,7 @@ def build(source: Path) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="moe_tp-") as folder:
         made, library = Path(folder, "made.o"), Path(folder, "made.so")
         for command in (
-            [compiler, *_FLAGS, "-c", str(source), "-o", str(made)],
+            [compiler, *_FLAGS, *flags, "-c", str(source), "-o", str(made)],
             [compiler, "-shared", str(made), threads, "-Wl,-z,defs", "-lc", "-o", str(library)],
         ):
             try:
