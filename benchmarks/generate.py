@@ -10,7 +10,7 @@ tp with ep, and data parallelism with ep, where each rank brings the rows.
 
 On one process the table says what a step cannot be faster than: the products alone that it must
 take (projections, router, the experts that as many random choices meet, head), one bare call each
-by whichever of torch's libraries this library uses, and the bytes of those weights over the rate
+by whichever way this library takes, and the bytes of those weights over the rate
 at which this machine sums numbers in memory.
 """
 
@@ -34,6 +34,7 @@ from moe_tp.infer.generate import generate
 from moe_tp.models import build, from_pretrained, save_pretrained
 from moe_tp.models.decoder import Decoder
 from moe_tp.models.families import preset
+from moe_tp.parallel.held import holding
 from moe_tp.parallel.parameter import named_specs
 from moe_tp.parallel.product import linear
 from moe_tp.parallel.shards import to_local
@@ -111,7 +112,7 @@ def floors(model: Decoder, rows: int, rounds: int) -> dict[str, float]:
             times.append(time.perf_counter() - start)
         return min(times)
 
-    with torch.no_grad():
+    with torch.no_grad(), holding():
         return {
             "bare products": fastest(lambda: [linear(x, weight, None) for x, weight in calls]),
             "weights read": fastest(memory.sum) * size / memory.nbytes,
