@@ -117,6 +117,26 @@ def test_4096_gpus_in_ten_seconds() -> None:
     assert plan.num_refused > 1000
 
 
+@pytest.mark.parametrize("changes", [{}, {"mode": "lora"}, {"global_batch": 16, "offload": True}])
+def test_what_is_passed_over_changes_no_answer(changes: dict[str, Any]) -> None:
+    """A search that shares what layouts have in common says of each what a new planner says."""
+    config, job = preset("deepseek_v3", "v3"), Job(**changes)
+    gpu = replace(H100, memory=60e9)
+    plan = search(config, job, 16, gpu)
+    modes = ("none", "selective", "full")
+    for candidate in plan.candidates[::7]:
+        layout = candidate.layout
+        planners = [Planner(config, replace(job, recompute=mode)) for mode in modes]
+        peaks = [planner.peak(layout) for planner in planners]
+        fits = [i for i, peak in enumerate(peaks) if peak.total <= gpu.memory]
+        first = fits[0] if fits else 2
+        assert (candidate.recompute, candidate.memory) == (modes[first], peaks[first])
+        assert candidate.fits == bool(fits)
+        assert all(p.least(layout) <= peak.total for p, peak in zip(planners, peaks, strict=True))
+        if fits:
+            assert candidate.time == Clock(planners[first], gpu).step(layout)
+
+
 def test_more_of_anything_is_more_memory(mixtral: ModelConfig) -> None:
     layout = ParallelLayout(ep=8).resolve(8)
 

@@ -40,22 +40,22 @@ def smallest_group(
         recompute: None takes `full`, which needs least.
     """
     sizes = sorted({n for p in range(15) for n in (1 << p, 3 << p) if n <= min(most, _SMALLEST)})
+    planner = Planner(config, replace(job, recompute=recompute or "full"))
     for gpus in sizes:
-        least = _least(config, job, gpus, gpu, recompute)
+        least = _least(planner, gpus, gpu)
         if least is not None:
             return gpus, least
     return None
 
 
-def _least(
-    config: ModelConfig, job: Job, gpus: int, gpu: Hardware, recompute: Recompute | None
-) -> Candidate | None:
-    """Return the layout with the least memory, if it fits."""
-    planner = Planner(config, replace(job, recompute=recompute or "full"))
+def _least(planner: Planner, gpus: int, gpu: Hardware) -> Candidate | None:
+    """Return the layout of N GPUs with the least memory, if it fits."""
     if _share(planner, gpus) > gpu.memory:
         return None
     best: tuple[float, ParallelLayout, Memory] | None = None
-    for layout in legal_layouts(config, job, gpus)[0]:
+    for layout in legal_layouts(planner.config, planner.job, gpus)[0]:
+        if best is not None and planner.least(layout) >= best[0]:
+            continue
         memory = planner.peak(layout)
         if best is None or memory.total < best[0]:
             best = (memory.total, layout, memory)
@@ -105,7 +105,8 @@ def remedies(
     found: dict[str, str] = {}
 
     def add(what: str, changed: Job, mode: Recompute | None = recompute) -> None:
-        least = _least(config, changed, gpus, gpu, mode)
+        planner = Planner(config, replace(changed, recompute=mode or "full"))
+        least = _least(planner, gpus, gpu)
         if least is not None:
             found[what] = f"{what}: {least.memory.total / 1e9:.1f} GB a GPU as {least.layout}"
 

@@ -11,33 +11,23 @@ under ZeRO it is what is gathered. Measured peaks stand in docs/planner.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
 from moe_tp.models.config import ModelConfig
-from moe_tp.models.counts import layer_flops
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.parallel.mesh import Domain
-from moe_tp.parallel.pipeline.stages import deal_layers, num_stages
 from moe_tp.parallel.vocab import LOSS_PIECE
-from moe_tp.plan.activations import Load, Work, layer_work, rows_per_token
+from moe_tp.plan.activations import Work
 from moe_tp.plan.axes import axis_sizes
 from moe_tp.plan.job import Job
-from moe_tp.plan.params import (
-    Holding,
-    Kind,
-    Piece,
-    adapters,
-    hold,
-    owed_bytes,
-    pieces,
-    zero_ranks,
-)
-from moe_tp.plan.stages import Stage, part_flops
+from moe_tp.plan.params import Holding, Kind
+from moe_tp.plan.parts import Parts
+from moe_tp.plan.stages import Stage
 
 Moment = Literal["loss", "backward", "end", "settle", "update"]
 _BUCKET_BYTES = 64 << 20  # of settle_gradients
 _UPDATED = 1 << 22  # elements that train/adamw.py updates at a time
-_TYPICAL_LENGTH = 4096  # by which models/stages.py deals layers
 _LAYERS: tuple[Kind, ...] = ("dense", "moe")
 _IDLE = Work(kept=0.0, again=0.0, moved=0.0, backward=0.0)
 
@@ -86,116 +76,75 @@ class Memory:
     @property
     def total(self) -> float:
         """All bytes."""
-        return sum(self.parts().values())
+        found: tuple[float, ...] = _values(self)
+        return sum(found)
 
     def parts(self) -> dict[str, float]:
         """Return bytes by part."""
-        return {name: getattr(self, name) for name in _PARTS}
+        return dict(zip(_PARTS, _values(self), strict=True))
 
 
 _PARTS = (
     "weights", "adapters", "copies", "gradients", "states", "activations", "dispatch", "working",
     "logits", "settle", "update", "margin",
 )  # fmt: skip
+_values = attrgetter(*_PARTS)
 
 
-class Planner:
-    """Memory of layouts of one model and job; remembers the parts that layouts share.
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """What a pipeline rank holds however its micro-batches are split over dp and cp.
+
+    Args:
+        resident: bytes by part between the passes of a step.
+        backward, loss: the same at these moments.
+        copies: bytes of weights in the compute dtype, of all layers kept and of one at a time.
+        reducing: bytes of a unit's gradients as ZeRO sums them.
+        after: the moments after the backward.
+        after_total: bytes of the fuller of them.
+    """
+
+    resident: dict[str, float]
+    backward: dict[str, float]
+    loss: dict[str, float]
+    copies: tuple[float, float]
+    reducing: float
+    after: tuple[Memory, Memory]
+    after_total: float
+
+
+class _Layers(NamedTuple):
+    """Bytes of a pipeline rank's layers and one micro-batch: all kept, and of the fullest layer."""
+
+    kept: float
+    moved: float
+    working: float
+    most_kept: float
+
+
+class Planner(Parts):
+    """Memory of layouts of one model and job; remembers what layouts share.
 
     Args:
         config: the model.
         job: the run.
+        like: a planner of the same model, and of a job that differs in `recompute` at most.
     """
 
-    def __init__(self, config: ModelConfig, job: Job) -> None:
-        self.config, self.job = config, job
-        self._holdings: dict[tuple[object, ...], Holding] = {}
-        self._stages: dict[int, list[Stage]] = {}
-        self._rows: dict[int, float] = {}
-        self._work: dict[tuple[object, ...], Work] = {}
-        self._owed: dict[tuple[object, ...], dict[tuple[str, ...], int]] = {}
-        self._flops = 0.0
-        self._pieces: dict[tuple[object, ...], list[Piece]] = {}
-        self._units: dict[tuple[object, ...], list[tuple[Domain, int]]] = {}
-        self.flows: dict[tuple[object, ...], list[Any]] = {}  # of `traffic`
-
-    def stages(self, layout: ParallelLayout) -> list[Stage]:
-        """Return what each pipeline rank holds, dealt as the library deals."""
-        if layout.pp not in self._stages:
-            config, total = self.config, num_stages(layout, self.job.runtime)
-            costs = [layer_flops(config, i, _TYPICAL_LENGTH) for i in range(config.num_layers)]
-            head = 2.0 * config.vocab_size * config.dim
-            runs = deal_layers(costs, total, last=head if total > 1 else 0.0)
-            dense = [sum(config.is_dense(i) for i in run) for run in runs]
-            self._stages[layout.pp] = [
-                Stage(rank, dense[rank], len(run) - dense[rank], rank == 0, rank == total - 1)
-                for rank, run in enumerate(runs)
-            ]
-        return self._stages[layout.pp]
-
-    def holding(self, kind: Kind, layout: ParallelLayout) -> Holding:
-        """Return the parameter elements of one part on the fullest rank."""
-        assert layout.dp is not None
-        replicas = tuple(zero_ranks(layout, self.job).values())
-        experts = (layout.ep, layout.etp) if kind == "moe" else ()
-        key = (kind, layout.tp, experts, layout.pp > 1, layout.zero > 0, replicas)
-        if key not in self._holdings:
-            self._holdings[key] = hold(self.config, kind, layout, self.job)
-        return self._holdings[key]
-
-    def pieces(self, kind: Kind, layout: ParallelLayout) -> list[Piece]:
-        """Return the parameters of one part on one rank before ZeRO."""
-        key = (kind, layout.tp, layout.ep, layout.etp, layout.pp > 1)
-        if key not in self._pieces:
-            self._pieces[key] = pieces(self.config, kind, layout, self.job.spare_slots)
-        return self._pieces[key]
-
-    def units(self, kind: Kind, layout: ParallelLayout) -> list[tuple[Domain, int]]:
-        """Return the whole elements that ZeRO gathers for one part, by domain."""
-        key = (kind, layout.tp, layout.ep, layout.etp, layout.pp > 1)
-        if key not in self._units:
-            found: dict[Domain, int] = {"dense": 0, "expert": 0}
-            for piece in self.pieces(kind, layout):
-                found[piece.domain] += piece.size if piece.zero_sharded else 0
-            self._units[key] = list(found.items())
-        return self._units[key]
-
-    def replica_sums(self, kind: Kind, layout: ParallelLayout) -> list[tuple[tuple[str, ...], int]]:
-        """Return axes and elements of each sum over replicas of one part's experts."""
-        if not self.job.spare_slots or kind != "moe":
-            return []
-        found, replicas = self.pieces(kind, layout), zero_ranks(layout, self.job)["expert"]
-        trained = found if self.job.mode == "full" else adapters(found, self.job.lora_rank)
-        return [p.replica_sums(replicas) for p in trained if p.several and p.trained]
-
-    def rows(self, ep: int) -> float:
-        """Return distinct (token, rank) rows of a token, see `rows_per_token`."""
-        if ep not in self._rows:
-            self._rows[ep] = rows_per_token(self.config, ep)
-        return self._rows[ep]
-
-    def forward_flops(self, layout: ParallelLayout) -> float:
-        """Return the operations of one token's forward through the whole model."""
-        if not self._flops:
-            self._flops = sum(
-                sum(part_flops(self.config, kind, self.job.seq_len)) * count
-                for stage in self.stages(layout)
-                for kind, count in stage.kinds()
-            )
-        return self._flops
-
-    def elements(self, layout: ParallelLayout, stage: Stage) -> int:
-        """Return the parameter elements of a pipeline rank between steps, on its fullest rank."""
-        held = [(self.holding(kind, layout), count) for kind, count in stage.kinds()]
-        return sum(h.elements * count for h, count in held)
+    def __init__(self, config: ModelConfig, job: Job, like: Planner | None = None) -> None:
+        super().__init__(config, job, like)
+        self._layers: dict[tuple[object, ...], _Layers] = {}
 
     def peak(self, layout: ParallelLayout) -> Memory:
         """Return the fullest moment of the fullest pipeline rank."""
-        # of equal stages the earliest has the most micro-batches in flight
-        worst: dict[tuple[int, int, bool, bool], Stage] = {}
-        for stage in self.stages(layout):
-            worst.setdefault((stage.dense, stage.moe, stage.first, stage.last), stage)
-        return max((self.memory(layout, s) for s in worst.values()), key=lambda m: m.total)
+        stages = self.unlike_stages(layout)
+        return max((self.memory(layout, s) for s in stages), key=lambda m: m.total)
+
+    def least(self, layout: ParallelLayout) -> float:
+        """Return bytes that the peak is no less than, whatever is computed again."""
+        once = self.job.micro_batches(layout) == 1
+        stages = self.unlike_stages(layout)
+        return max(self.fixed(layout, stage, once=once).after_total for stage in stages)
 
     def memory(self, layout: ParallelLayout, stage: Stage) -> Memory:
         """Return the fullest moment of one pipeline rank.
@@ -208,50 +157,92 @@ class Planner:
 
     def moments(self, layout: ParallelLayout, stage: Stage) -> list[Memory]:
         """Return the moments of a step at which one pipeline rank may be fullest."""
-        job, last = self.job, stage.last
-        held = [(self.holding(kind, layout), kind, count) for kind, count in stage.kinds()]
-        micro = job.micro_batches(layout)
+        micro = self.job.micro_batches(layout)
         in_flight = min(layout.pp - stage.rank, micro)
+        fixed, layers = self.fixed(layout, stage, once=micro == 1), self.layers(layout, stage)
+        copies = fixed.copies[self.job.recompute != "none"]
+        kept = layers.kept * in_flight + self._ends(layout, stage, micro, in_flight)
+        backward = {
+            "dispatch": layers.moved,
+            "working": max(layers.working, fixed.reducing),
+        }
+        found = [
+            self._memory(
+                stage, "backward", fixed.backward, copies=copies, activations=kept, **backward
+            ),
+            *fixed.after,
+        ]
+        if stage.last:
+            logits = self._logits(layout)
+            found.append(
+                self._memory(
+                    stage, "loss", fixed.loss, copies=copies, activations=kept, logits=logits
+                )
+            )
+        if micro == 1:
+            one = layers.most_kept
+            found.append(self._memory(stage, "end", fixed.resident, activations=one, **backward))
+        return found
+
+    def fixed(self, layout: ParallelLayout, stage: Stage, *, once: bool) -> _Fixed:
+        """Return what does not depend on the tokens of a micro-batch.
+
+        Args:
+            layout: resolved; dp and cp count by their product alone.
+            stage: from `stages`.
+            once: a step is one micro-batch.
+        """
+        experts = (layout.ep, layout.etp)
+        key = (stage, layout.pp, layout.stage_size, layout.tp, *experts, layout.zero, once)
+        found: _Fixed | None = self.shared.fixed.get(key)
+        if found is None:
+            self.shared.fixed[key] = found = self._find_fixed(layout, stage, once)
+        return found
+
+    def _find_fixed(self, layout: ParallelLayout, stage: Stage, once: bool) -> _Fixed:
+        held = [(self.holding(kind, layout), kind, count) for kind, count in stage.kinds()]
         resident = {
             name: sum(getattr(h, name) * n for h, _, n in held)
             for name in ("weights", "adapters", "gradients", "states")
         }
-        if job.mode == "full" and layout.zero == 1 and micro > 1:
+        if self.job.mode == "full" and layout.zero == 1 and not once:
             resident["gradients"] += 4.0 * sum(h.accumulated * n for h, _, n in held)
-        copies = self._copies(layout, held)
-        works = {kind: (self.work(kind, layout), n) for _, kind, n in held if kind in _LAYERS}
-        kept = sum(work.kept * n for work, n in works.values()) * in_flight
-        kept += self._ends(layout, stage, micro, in_flight)
-        skew = job.layer_skew or job.skew
-        fullest = max(
-            (self.work(kind, layout, skew) for kind in works),
-            key=lambda w: w.again + w.moved + w.backward,
-            default=_IDLE,
-        )
-        backward = {
-            "dispatch": fullest.moved,
-            "working": max(fullest.again + fullest.backward, self._reducing(layout, held)),
-        }
-        first = dict(resident)
-        if micro == 1:  # gradients come up as activations go
+        backward = loss = resident
+        if once:  # gradients come up as activations go
             ends = [h.gradients for h, kind, _ in held if kind == "head"]
-            first["gradients"] = sum(ends)
-        found = [
-            self._memory(stage, "backward", first, copies=copies, activations=kept, **backward),
-            self._memory(stage, "settle", resident, settle=self._settle(layout, stage)),
-            self._memory(stage, "update", resident, update=self._update(held)),
-        ]
-        if last:
-            logits = self._logits(layout)
-            if micro == 1:
-                first["gradients"] = 0.0
-            found.append(
-                self._memory(stage, "loss", first, copies=copies, activations=kept, logits=logits)
+            backward, loss = {**resident, "gradients": sum(ends)}, {**resident, "gradients": 0.0}
+        settle = self._memory(stage, "settle", resident, settle=self._settle(layout, stage))
+        update = self._memory(stage, "update", resident, update=self._update(held))
+        return _Fixed(
+            resident=resident,
+            backward=backward,
+            loss=loss,
+            copies=(self._copies(layout, held, True), self._copies(layout, held, False)),
+            reducing=self._reducing(layout, held),
+            after=(settle, update),
+            after_total=max(settle.total, update.total),
+        )
+
+    def layers(self, layout: ParallelLayout, stage: Stage) -> _Layers:
+        """Return what the layers of a pipeline rank hold of a micro-batch."""
+        experts = (layout.ep, layout.etp)
+        key = (stage.dense, stage.moe, layout.cp, layout.tp, *experts)
+        if key not in self._layers:
+            kinds = [(kind, n) for kind, n in stage.kinds() if kind in _LAYERS]
+            works = [(self.work(kind, layout), n) for kind, n in kinds]
+            skew = self.job.layer_skew or self.job.skew
+            fullest = max(
+                (self.work(kind, layout, skew) for kind, _ in kinds),
+                key=lambda w: w.again + w.moved + w.backward,
+                default=_IDLE,
             )
-        if micro == 1:
-            one = max((work.kept for work, _ in works.values()), default=0.0)
-            found.append(self._memory(stage, "end", resident, activations=one, **backward))
-        return found
+            self._layers[key] = _Layers(
+                kept=sum(work.kept * n for work, n in works),
+                moved=fullest.moved,
+                working=fullest.again + fullest.backward,
+                most_kept=max((work.kept for work, _ in works), default=0.0),
+            )
+        return self._layers[key]
 
     def _memory(
         self, stage: Stage, moment: Moment, resident: dict[str, float], **parts: float
@@ -260,11 +251,12 @@ class Planner:
         margin = total * self.job.margin + self.job.reserve
         return Memory(stage=stage.rank, moment=moment, **resident, **parts, margin=margin)
 
-    def _copies(self, layout: ParallelLayout, held: list[tuple[Holding, Kind, int]]) -> float:
+    def _copies(
+        self, layout: ParallelLayout, held: list[tuple[Holding, Kind, int]], whole: bool
+    ) -> float:
         """Return bytes of weights cast for the graph, or gathered by ZeRO."""
         job, c = self.job, self.job.compute_bytes
         layers = [(h, n) for h, kind, n in held if kind in _LAYERS]
-        whole = job.recompute == "none"
         # of one expert, in fp32 and in the compute dtype, and the one before it
         copies = max(h.taken_back for h, _, _ in held) * (4.0 + 2.0 * c)
         cast = [h.adapters / 4.0 * c for h, _ in layers]  # adapters rest in fp32
@@ -346,48 +338,3 @@ class Planner:
         cast = c if job.mode == "full" and job.master_bytes != c and not layout.zero else 0
         head = words * config.dim * (cast + (4 + c if job.mode == "full" else 0))
         return chunk + head + streams
-
-    def skew(self, layout: ParallelLayout, asked: float) -> float:
-        """Return rows of the busiest rank over the mean: never above all that it can get.
-
-        A rank with n experts gets at most min(K, n) of a token's K choices; the mean is K / ep.
-        """
-        if layout.ep == 1:
-            return 1.0
-        router = self.config.moe.router
-        slots = -(-router.num_experts // layout.ep) + self.job.spare_slots
-        held = min(router.top_k, slots)
-        return min(asked, max(1.0, layout.ep * held / router.top_k))
-
-    def work(self, kind: Kind, layout: ParallelLayout, skew: float | None = None) -> Work:
-        """Return what one layer holds of a micro-batch, on the busiest rank.
-
-        Args:
-            kind: `dense` or `moe`.
-            layout: resolved.
-            skew: of the layer; None is the job's.
-        """
-        tokens = self.job.owned_tokens(layout)
-        skew = self.skew(layout, skew or self.job.skew)
-        key = (kind, tokens, layout.tp, layout.cp > 1, layout.ep, layout.etp, skew)
-        if key not in self._work:
-            job, router = self.job, self.config.moe.router
-            each = tokens * layout.etp * skew
-            load = Load(rows=each * self.rows(layout.ep), pairs=each * router.top_k)
-            found = self.pieces(kind, layout)
-            if kind == "moe":
-                weights = sum(p.size for p in found if p.domain == "expert")
-            else:
-                weights = max(p.size for p in found)
-            self._work[key] = layer_work(self.config, job, layout, kind, load, weights)
-        return self._work[key]
-
-    def owed(self, kind: Kind, layout: ParallelLayout) -> dict[tuple[str, ...], int]:
-        """Return the bytes of one part's gradients that owe a sum, by axes."""
-        key = (kind, layout.tp, layout.ep, layout.etp, layout.pp > 1, layout.zero > 0)
-        found = self._owed.get(key)
-        if found is None:
-            self._owed[key] = found = owed_bytes(
-                self.pieces(kind, layout), self.job, zero=layout.zero > 0
-            )
-        return found

@@ -9,7 +9,9 @@ A piece is what is left of one parameter after the model axes; ZeRO then splits 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from moe_tp.experts.quantized import blocks_of, bytes_of
@@ -194,9 +196,7 @@ def _mlp(dim: int, hidden: int, tp: int) -> list[Piece]:
 def _experts(config: ModelConfig, layout: ParallelLayout, spare_slots: int) -> list[Piece]:
     dim, moe, tp = config.dim, config.moe, layout.tp
     router = moe.router
-    # the first table replicates as many experts as any later one
-    table = first_table(router.num_experts, layout.ep, spare_slots)
-    slots, several = table.slots_per_rank, sum(len(held) > 1 for held in table.replicas)
+    slots, several = _slots(router.num_experts, layout.ep, spare_slots)
     hidden = moe.expert_dim // layout.etp
     routed = Piece((router.num_experts, dim), partial=True, fp32=True, trained=not router.frozen)
     found = [routed]
@@ -221,6 +221,14 @@ def _experts(config: ModelConfig, layout: ParallelLayout, spare_slots: int) -> l
         if moe.shared_gate:
             found.append(Piece((1, dim), partial=True))
     return found
+
+
+@cache
+def _slots(num_experts: int, ep: int, spare_slots: int) -> tuple[int, int]:
+    """Return the slots of a rank, and how many experts lie in several."""
+    # the first table replicates as many experts as any later one
+    table = first_table(num_experts, ep, spare_slots)
+    return table.slots_per_rank, sum(len(held) > 1 for held in table.replicas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,54 +302,67 @@ def zero_ranks(layout: ParallelLayout, job: Job) -> dict[Domain, int]:
     return {"dense": layout.dp * layout.cp // job.dp_replicate, "expert": experts}
 
 
-def hold(config: ModelConfig, kind: Kind, layout: ParallelLayout, job: Job) -> Holding:
+def hold(
+    config: ModelConfig, kind: Kind, found: list[Piece], layout: ParallelLayout, job: Job
+) -> Holding:
     """Return what the fullest rank holds of one layer or end of the model.
 
     Args:
         config: the model.
         kind: which part.
+        found: its `pieces`.
         layout: resolved.
         job: the run.
     """
     replicas, full = zero_ranks(layout, job), job.mode == "full"
-    found = pieces(config, kind, layout, job.spare_slots)
-    added = [] if full else adapters(found, job.lora_rank)
-    trained = [p for p in found if p.trained] if full else added
-    split = [p for p in found if p.zero_sharded] if layout.zero else []
-    host = set(split) if job.offload else set()
+    sharded, ends = layout.zero > 0, kind in ("embed", "head")
     base = job.master_bytes if full else job.compute_bytes
 
-    def rest(piece: Piece) -> int:
-        return piece.at_rest(replicas[piece.domain]) if layout.zero else piece.size
+    def at_rest(piece: Piece) -> int:
+        return piece.at_rest(replicas[piece.domain]) if sharded else piece.size
 
-    def width(piece: Piece) -> int:
-        return 4 if piece.fp32 else base
+    # elements between steps, and bytes of one; whether ZeRO splits it, whether it lies on the host
+    held = [
+        (p, at_rest(p), 4 if p.fp32 else base, split, split and job.offload)
+        for p, split in ((p, sharded and p.zero_sharded) for p in found)
+    ]
+    added = [] if full else adapters(found, job.lora_rank)
+    trained = [each for each in held if each[0].trained]
+    if not full:
+        trained = [(p, at_rest(p), 4, False, False) for p in added]
+    stepped = [(p, rest, width) for p, rest, width, _, host in trained if not host]
+    quantized = [p for p in found if p.quantized(job)]
 
-    def at_rest(piece: Piece) -> float:
-        if piece.quantized(job):
+    def weight(piece: Piece, rest: int, width: int) -> float:
+        if piece in quantized:
             blocks = blocks_of(config.dim, config.moe.expert_dim, layout.etp, job.lora_base)
             block = blocks["down" if piece.inputs else "gate_up"]
             return bytes_of(piece.size, job.lora_base, block)
-        return rest(piece) * width(piece)
+        return rest * width
 
-    domains: tuple[Domain, ...] = ("dense", "expert")
-    stepped = [p for p in trained if p not in host]
-    ends = kind in ("embed", "head")
     return Holding(
-        elements=sum(rest(p) for p in found),
-        weights=float(sum(at_rest(p) for p in found if p not in host)),
-        taken_back=max((p.size // p.shape[0] for p in found if p.quantized(job)), default=0),
+        elements=sum(rest for _, rest, *_ in held),
+        weights=float(sum(weight(p, rest, width) for p, rest, width, _, host in held if not host)),
+        taken_back=max((p.size // p.shape[0] for p in quantized), default=0),
         adapters=float(sum(p.size * 4 for p in added)),
-        gradients=float(sum(rest(p) * width(p) for p in stepped)),
-        states=sum(_state(p, rest(p), width(p), job, ends) for p in stepped),
-        trained={d: sum(rest(p) for p in trained if p.domain == d) for d in domains},
-        stepped={d: sum(rest(p) for p in stepped if p.domain == d) for d in domains},
-        casts=sum(p.size for p in found if not p.fp32 and p not in split),
-        whole={d: sum(p.size for p in split if p.domain == d) for d in domains},
-        accumulated=sum(p.size - rest(p) for p in split if p.trained) if full else 0,
-        largest=max((p.size for p in trained), default=0),
-        largest_rest=max((rest(p) for p in stepped), default=0),
+        gradients=float(sum(rest * width for _, rest, width in stepped)),
+        states=sum(_state(p, rest, width, job, ends) for p, rest, width in stepped),
+        trained=_by_domain((p, rest) for p, rest, *_ in trained),
+        stepped=_by_domain((p, rest) for p, rest, _ in stepped),
+        casts=sum(p.size for p, _, _, split, _ in held if not (p.fp32 or split)),
+        whole=_by_domain((p, p.size) for p, _, _, split, _ in held if split),
+        accumulated=sum(p.size - rest for p, rest, _, split, _ in trained if split) if full else 0,
+        largest=max((p.size for p, *_ in trained), default=0),
+        largest_rest=max((rest for _, rest, _ in stepped), default=0),
     )
+
+
+def _by_domain(found: Iterable[tuple[Piece, int]]) -> dict[Domain, int]:
+    """Return sums of elements by domain."""
+    sums: dict[Domain, int] = {"dense": 0, "expert": 0}
+    for piece, elements in found:
+        sums[piece.domain] += elements
+    return sums
 
 
 def _state(piece: Piece, size: int, width: int, job: Job, ends: bool) -> float:

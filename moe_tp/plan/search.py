@@ -209,7 +209,8 @@ def search(
     refused: list[Refusal] | None = [] if refusals else None
     legal, num_refused = legal_layouts(config, job, gpus, refused)
     modes = RECOMPUTE if recompute is None else (recompute,)
-    clocks = [Clock(Planner(config, replace(job, recompute=mode)), gpu) for mode in modes]
+    first = Planner(config, job)
+    clocks = [Clock(Planner(config, replace(job, recompute=m), first), gpu) for m in modes]
     found = []
     for layout in legal:
         if max_cp is None or layout.cp <= max_cp:
@@ -231,7 +232,8 @@ def _simplicity(layout: ParallelLayout) -> tuple[int, ...]:
 
 def _candidate(layout: ParallelLayout, clocks: list[Clock]) -> Candidate:
     """Return the layout with the least recompute that fits."""
-    for clock in clocks:
+    never = clocks[0].planner.least(layout) > clocks[0].gpu.memory
+    for clock in clocks[-1:] if never else clocks:
         planner = clock.planner
         memory = planner.peak(layout)
         fits = memory.total <= clock.gpu.memory

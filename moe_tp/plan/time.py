@@ -64,7 +64,8 @@ class Clock:
 
     def part(self, kind: Kind, layout: ParallelLayout) -> tuple[float, dict[str, float]]:
         """Return seconds of compute and of exposed traffic by axis, of one micro-batch."""
-        key = (kind, layout.tp, layout.cp, layout.stage_size, layout.ep, layout.etp)
+        experts = (layout.ep, layout.etp) if kind == "moe" else ()
+        key = (kind, layout.tp, layout.cp, layout.stage_size, experts)
         if key not in self._parts:
             flows = part_traffic(self.planner, kind, layout)
             self._parts[key] = (
@@ -97,10 +98,9 @@ class Clock:
     def step(self, layout: ParallelLayout) -> StepTime:
         """Return the time of a step, set by the slowest pipeline rank."""
         planner, job = self.planner, self.planner.job
-        micro, stages = job.micro_batches(layout), planner.stages(layout)
+        micro = job.micro_batches(layout)
         # the ends of a pipeline differ from its middle: the slowest by what its layers need
-        kinds = {(s.dense, s.moe, s.first, s.last): s for s in stages}.values()
-        stage = max(kinds, key=lambda s: self._layers(layout, s))
+        stage = max(planner.unlike_stages(layout), key=lambda s: self._layers(layout, s))
         compute, axes = self.stage(layout, stage)
         busy = compute + sum(axes.values())
         once = axes.pop("once", 0.0)

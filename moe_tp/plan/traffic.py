@@ -150,7 +150,8 @@ def part_traffic(planner: Planner, kind: Kind, layout: ParallelLayout) -> list[F
         kind: a layer or an end of the model.
         layout: resolved.
     """
-    key = (kind, layout.tp, layout.cp, layout.stage_size, layout.ep, layout.etp)
+    experts = (layout.ep, layout.etp) if kind == "moe" else ()
+    key = (kind, layout.tp, layout.cp, layout.stage_size, experts)
     found = planner.flows.get(key)
     if found is None:
         total = _Sum()
