@@ -45,6 +45,44 @@ def test_init_depends_on_the_seed_only(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "other" / "model.safetensors").read_bytes() != first
 
 
+def test_init_replaces_no_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """F3: weights that somebody downloaded are not lost to a slip."""
+    before = (folder / "model.safetensors").read_bytes()
+    assert main(["init", "mixtral", str(folder), *SMALL, "--seed", "1"]) == 2
+    assert "holds a model" in capsys.readouterr().err
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_files_for_results_are_looked_at_before_the_work(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """F3: a run of hours does not end with a result that cannot be written."""
+    (tmp_path / "file").write_text("")
+    nowhere, out = str(tmp_path / "file" / "x.json"), tmp_path / "out"
+    cases = [
+        (["export", str(folder), str(out), "--json", nowhere], "is no folder"),
+        (["export", str(folder), str(out), "--json", str(tmp_path)], "is a folder"),
+        (["inspect", "--json", nowhere, str(folder)], "is no folder"),
+        (["bench", "layer", "--profile", nowhere], "--profile"),
+    ]
+    for words, said in cases:
+        assert main(words) == 2
+        said_out, said_err = capsys.readouterr()
+        assert said in said_err
+        assert not said_out
+    assert not out.exists()
+    made = tmp_path / "made" / "by" / "x.json"
+    assert main(["inspect", str(folder), "--json", str(made)]) == 0
+    assert json.loads(made.read_text())["model_type"] == "mixtral"
+    monkeypatch.setattr("os.access", lambda path, mode: path != made.parent)  # root may write all
+    assert main(["export", str(folder), str(out), "--json", str(made.parent / "y.json")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_init_splits_into_shards_and_takes_a_dtype(tmp_path: Path) -> None:
     words = ["init", "mixtral", str(tmp_path / "m"), *SMALL, "--dtype", "float32"]
     assert main([*words, "--max-shard-size", "200KB"]) == 0

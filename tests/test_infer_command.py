@@ -78,7 +78,12 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixt
     """One sentence and exit code 2 for input that cannot be used."""
     bare = tmp_path / "bare"
     assert main(["init", "mixtral", str(bare), "--set", "vocab_size=64"]) == 0
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
     cases = [
+        ([str(adapter), "--prompt", "a"], "is an adapter and no model"),
+        ([str(bare), "--prompt", "a"], "--tokenizer"),
         ([str(folder)], "there is no prompt"),
         ([str(bare), "--prompt", "a"], "neither tokenizer.json nor tokenizer.model"),
         ([str(bare), "--prompt", "a", "--tokenizer", str(folder)], "outside the vocabulary of 64"),

@@ -102,6 +102,13 @@ def test_a_document_whose_targets_are_cut_off_is_dropped() -> None:
     assert make_rows([late], 8).counts.targets == 2
 
 
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    """F3: numpy's own error names neither the file nor the cause."""
+    (tmp_path / "tokens.npy").symlink_to("/dev/full")
+    with pytest.raises(DataError, match=r"rows cannot be written .*choose another output"):
+        make_rows(documents([5000]), 8).save(tmp_path)
+
+
 def test_saved_rows_are_mapped_and_equal(tmp_path: Path) -> None:
     rows = make_rows(documents([5, 30, 2, 7]), 8)
     rows.save(tmp_path / "rows")

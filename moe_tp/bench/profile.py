@@ -86,8 +86,9 @@ def measure_hardware(mesh: Mesh, dtype: torch.dtype) -> Hardware:
 
 
 def write_profile(hardware: Hardware, path: str | Path) -> None:
-    """Write the profile as JSON, its keys the fields of `Hardware`."""
+    """Write the profile as JSON, its keys the fields of `Hardware`; missing folders are made."""
     text = json.dumps(asdict(hardware), indent=2)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 

@@ -179,7 +179,10 @@ def _no_weights(sizes: Mapping[str, int]) -> str:
     shards = [f for f in sizes if f.endswith(".safetensors")]
     pickles = [f for f in sizes if f.endswith(PICKLES)]
     if "adapter_model.safetensors" in sizes:
-        return f"{SINGLE}: expected model weights, found an adapter folder (adapter_model)"
+        return (
+            f"{SINGLE}: expected model weights, found an adapter folder (adapter_model); give the "
+            f"model with the adapter merged in, as a run's final/ is"
+        )
     if shards:
         return (
             f"{INDEX}: expected it beside {shards[0]!r} ({len(shards)} safetensors files), found "

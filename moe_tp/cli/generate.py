@@ -59,11 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
     Collectives: those of `from_pretrained` and `sample_text`.
     """
-    if is_state(Path(options.path)):
-        raise ConfigError(
-            f"{options.path} is a training checkpoint; write it as a model folder first: moe-tp "
-            f"export {options.path} OUT"
-        )
+    check_kind(Path(options.path))
     prompts = read_prompts(options)
     tokenizer = load_tokenizer(tokenizer_folder(options))
     ids = [prompt_ids(tokenizer, prompt, chat=options.chat) for prompt in prompts]
@@ -104,6 +100,24 @@ def run(options: argparse.Namespace) -> int:
             say(options, f"> {sample.prompt}\n{sample.text}\n")
     write_json(options, result_of(samples, str(mesh.layout), seconds))
     return 0
+
+
+def check_kind(folder: Path) -> None:
+    """Refuse the folders of a run that hold no model.
+
+    Raises:
+        ConfigError: the folder is a training checkpoint or an adapter.
+    """
+    if is_state(folder):
+        raise ConfigError(
+            f"{folder} is a training checkpoint; write it as a model folder first: moe-tp "
+            f"export {folder} OUT"
+        )
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} is an adapter and no model; give the model with the adapter merged in, as "
+            f"a run's final/ is"
+        )
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:

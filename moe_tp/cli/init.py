@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from moe_tp.cli.options import (
@@ -43,10 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Return 0, having written the folder.
 
+    Raises:
+        ConfigError: the folder holds a model already; random weights replace none.
+
     Collectives: those of `build` and `save_pretrained`.
     """
     dtype = parse_dtype(options.dtype)
     config = configuration(options.family, options.preset, options.set)
+    if Path(options.out, "config.json").is_file():
+        raise ConfigError(
+            f"{options.out} holds a model, which random weights would replace; choose another "
+            f"folder or remove it yourself"
+        )
     mesh = make_mesh(options)
     model = build(config, mesh, seed=options.seed, dtype=dtype)
     save_pretrained(model, options.out, dtype=dtype, max_shard_size=options.max_shard_size)

@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from moe_tp import __version__
@@ -20,7 +21,7 @@ from moe_tp.cli import launcher
 from moe_tp.cli.environment import RUN_FOLDER, Place, find_place
 from moe_tp.cli.failures import exit_code
 from moe_tp.cli.notices import shown
-from moe_tp.errors import MoeTpError
+from moe_tp.errors import ConfigError, MoeTpError
 
 __all__ = ["entry", "main"]
 
@@ -60,9 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     place = None
     try:
         if not hasattr(options, "tp"):  # a command without ranks
+            check_results(options)
             with shown(None):
                 return _run(options)
         place = find_place(options.nproc)
+        if place is None:
+            check_results(options)
         if place is None and options.nproc > 1:
             return launcher.launch(words, options.nproc, debug=options.debug, grace=options.grace)
         with shown(place):
@@ -70,6 +74,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the outermost frame, which shows every error
         _show(error, place, debug=options.debug)
         return exit_code(error)
+
+
+def check_results(options: argparse.Namespace) -> None:
+    """Refuse a file for results that cannot be written, before the work whose results it takes.
+
+    Raises:
+        ConfigError: --json or --profile names a folder, or a file that cannot be made.
+    """
+    for name in ("json", "profile"):
+        file = getattr(options, name, None)
+        if file is None or (name == "json" and file == "-"):
+            continue
+        path = Path(file)
+        if path.is_dir():
+            raise ConfigError(f"--{name} {file} is a folder; name a file")
+        there = path
+        while not there.exists():  # missing folders are made when the file is written
+            there = there.parent
+        if there != path and not there.is_dir():
+            raise ConfigError(f"--{name} {file}: {there} is no folder; choose another place")
+        if not os.access(there, os.W_OK):
+            raise ConfigError(f"--{name} {file} cannot be written; choose another place")
 
 
 def entry() -> None:
@@ -129,6 +155,8 @@ def _run_on_ranks(options: argparse.Namespace, place: Place | None) -> int:
     from moe_tp.cli import ranks  # needs torch, which the launching process does without
 
     with ranks.joined(place, options):
+        if place is not None and place.rank == 0:  # of torchrun or Slurm; all ranks hear of it
+            check_results(options)
         return _run(options)
 
 

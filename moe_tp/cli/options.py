@@ -160,13 +160,14 @@ def say(options: argparse.Namespace, text: str) -> None:
 
 
 def write_json(options: argparse.Namespace, result: Mapping[str, Any]) -> None:
-    """Write the result where --json says, on rank 0."""
+    """Write the result where --json says, on rank 0; missing folders of the file are made."""
     if options.json is None or not is_first_rank():
         return
     text = json.dumps(result, indent=2)
     if options.json == "-":
         print(text)
     else:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         Path(options.json).write_text(text + "\n", encoding="utf-8")
 
 

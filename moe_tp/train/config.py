@@ -61,7 +61,8 @@ class DataConfig:
             a record has them.
         chat_template: file of a jinja template; none: the model folder's.
         tokenizer: folder of the tokenizer; none: the model's.
-        add_eos: end each document with the end token if its text does not.
+        add_eos: end each text and completion with the end token if it does not; a conversation
+            ends as its chat template says.
         shuffle: rows in a random order, another one each epoch.
         streaming: read the training data while the run goes on, instead of tokenising all of it
             first; shuffled and packed within windows. It needs train.steps.

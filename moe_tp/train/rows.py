@@ -126,7 +126,20 @@ class Rows:
         }
 
     def save(self, folder: Path) -> None:
-        """Write the arrays to a folder; the file of counts comes last and marks it complete."""
+        """Write the arrays to a folder; the file of counts comes last and marks it complete.
+
+        Raises:
+            DataError: the disk is full, or the folder cannot be written.
+        """
+        try:
+            self._write(folder)
+        except OSError as error:
+            raise DataError(
+                f"{folder}: rows cannot be written ({error}); free some room, or choose another "
+                f"output"
+            ) from error
+
+    def _write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256()
         for name in _FILES:

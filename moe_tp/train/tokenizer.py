@@ -93,8 +93,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if not path.is_file():
         raise DataError(
             f"{folder} has neither tokenizer.json nor tokenizer.model, so text cannot become "
-            f"tokens; copy the model's tokenizer files there, or name their folder as "
-            f"data.tokenizer"
+            f"tokens; copy the model's tokenizer files there, or name their folder "
+            f"(data.tokenizer of a run, --tokenizer)"
         )
     try:
         backend, size = make(path, config)
