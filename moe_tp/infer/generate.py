@@ -6,7 +6,6 @@ Letters: B rows · S columns · V vocabulary.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ from moe_tp.infer.prompts import (
 )
 from moe_tp.infer.sampling import Sampling, choose, gather_logits
 from moe_tp.infer.steps import Stream, run_call
-from moe_tp.infer.stops import Stops, stops_of
+from moe_tp.infer.stops import Stops, is_id, stops_of
 from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.collectives import raw_all_gather, raw_all_reduce
 from moe_tp.parallel.functions import working_dtype
@@ -111,14 +110,14 @@ def generate(
     check_model(model)
     stops = stops_of(model)
     if stop_ids is not None:
-        given = [stop_ids] if isinstance(stop_ids, int) else stop_ids
-        try:
-            stops = Stops(ids=frozenset(map(operator.index, given)), pad=stops.pad)
-        except TypeError:
+        vocab_size = model.config.vocab_size
+        given = stop_ids if isinstance(stop_ids, Collection) else [stop_ids]
+        if not all(is_id(value, vocab_size) for value in given):
             raise ConfigError(
-                f"stop_ids={stop_ids!r} must be a token id or a list of them; texts have ids by "
-                f"the model's tokenizer"
-            ) from None
+                f"stop_ids={stop_ids!r} must be a token id or a list of them, from 0 to "
+                f"{vocab_size - 1}; texts have ids by the model's tokenizer"
+            )
+        stops = Stops(ids=frozenset(map(int, given)), pad=stops.pad)
     prompts = read_prompts(input_ids, attention_mask)
     said = [sampling, max_new_tokens, sorted(stops.ids), split_rows, prompts if split_rows else ()]
     model.mesh.agree("the settings of generate", repr(said))

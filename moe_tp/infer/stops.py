@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from moe_tp.checkpoint.agree import together
 from moe_tp.checkpoint.remote import open_storage
 from moe_tp.errors import DataError
+from moe_tp.log import warn_once
 from moe_tp.models.decoder import Decoder
 
 _FILE = "generation_config.json"
@@ -32,25 +34,24 @@ def stops_of(model: Decoder) -> Stops:
     """Return the stop and padding tokens of the folder that a model was read from.
 
     `generation_config.json` is asked first, then `config.json`, for `eos_token_id` (a number or a
-    list) and `pad_token_id`; padding falls back to a stop token, then to 0.
+    list) and `pad_token_id`; padding falls back to a stop token, then to 0. A value that is no id
+    of the vocabulary is warned of and passed over: some published folders say -1 for none.
 
     Raises:
-        DataError: the file is no JSON object, or names no token; on every rank.
+        DataError: the file is no JSON object; on every rank.
 
     Collectives: an agreement over the world where the model was read from a folder.
     """
-    sources: list[Mapping[str, Any]] = [model.hub_config]
+    sources: list[tuple[str, Mapping[str, Any]]] = [("config.json", model.hub_config)]
     if model.source is not None:
         mesh = model.mesh
         found = together(lambda: _generation_config(model), mesh.group("world"), mesh.device)
-        sources.insert(0, found)
-    ids: frozenset[int] = frozenset()
-    for source in sources:
-        ids = _ids(source.get("eos_token_id"))
-        if ids:
-            break
-    pad = next((s["pad_token_id"] for s in sources if _is_id(s.get("pad_token_id"))), None)
-    return Stops(ids=ids, pad=min(ids, default=0) if pad is None else int(pad))
+        sources.insert(0, (_FILE, found))
+    vocab_size = model.config.vocab_size
+    stops = [_ids(file, source, "eos_token_id", vocab_size) for file, source in sources]
+    pads = [_ids(file, source, "pad_token_id", vocab_size) for file, source in sources]
+    ids = frozenset(next(filter(None, stops), []))
+    return Stops(ids=ids, pad=next((pad[0] for pad in pads if pad), min(ids, default=0)))
 
 
 def _generation_config(model: Decoder) -> Mapping[str, Any]:
@@ -71,10 +72,26 @@ def _generation_config(model: Decoder) -> Mapping[str, Any]:
     return content
 
 
-def _ids(value: Any) -> frozenset[int]:
-    values = value if isinstance(value, list) else [value]
-    return frozenset(int(v) for v in values if _is_id(v))
+def _ids(file: str, source: Mapping[str, Any], name: str, vocab_size: int) -> list[int]:
+    """Return the token ids that a file has under a name, having warned of values that are none."""
+    value = source.get(name)
+    if value is None:
+        return []
+    several = isinstance(value, list) and name == "eos_token_id"
+    values = value if several else [value]
+    bad = [v for v in values if not is_id(v, vocab_size)]
+    if bad:
+        warn_once(
+            f"{file} {name}={value!r}",
+            f"{file}: {name}={value!r} is passed over: {bad[0]!r} is no token id of the vocabulary "
+            f"(0 to {vocab_size - 1}); correct the file",
+        )
+    return [int(v) for v in values if is_id(v, vocab_size)]
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def is_id(value: Any, vocab_size: int) -> bool:
+    """Return whether a value is a token id of a vocabulary of this size."""
+    try:
+        return not isinstance(value, bool) and 0 <= operator.index(value) < vocab_size
+    except TypeError:
+        return False
