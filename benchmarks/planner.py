@@ -28,7 +28,8 @@ from moe_tp.models import ModelConfig, build
 from moe_tp.models.families import preset
 from moe_tp.parallel.live import LiveBytes, tensors_of
 from moe_tp.plan.job import Job
-from moe_tp.plan.memory import Memory, Planner
+from moe_tp.plan.memory import Planner
+from moe_tp.plan.moments import Memory
 from moe_tp.testing import run_ranks
 from moe_tp.train import LoRAConfig, apply_lora
 from moe_tp.train.config import TrainConfig

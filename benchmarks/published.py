@@ -127,7 +127,7 @@ def layer_seconds() -> tuple[float, float]:
     bare = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}  # next to nothing
     planner = Planner(preset("mixtral", "8x7b", **bare), Job(skew=1.0, global_batch=8))
     layout, gpu = ParallelLayout(ep=8).resolve(8), hardware("H100")
-    compute, _ = Clock(planner, gpu).part("moe", layout)
+    compute = Clock(planner, gpu).part("moe", layout).compute
     found = []
     for phase, part in (("forward", 1 / 3), ("backward", 2 / 3)):
         flows = [f for f in part_traffic(planner, "moe", layout) if f.phase == phase]

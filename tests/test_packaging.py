@@ -102,14 +102,16 @@ def test_the_public_surface_imports() -> None:
     _run(sys.executable, "-c", SURFACE)
 
 
-def test_routing_loads_nothing_else_of_the_library() -> None:
-    loaded = _run(
-        sys.executable,
-        "-c",
-        "import sys, moe_tp.routing; print(*[m for m in sys.modules if m[:6] == 'moe_tp'])",
-    ).split()
-    rooms = {name.split(".")[1] for name in loaded if "." in name}
+def test_routing_and_plan_load_nothing_that_they_do_without() -> None:
+    """A plan takes seconds: DTensor, loading and training are not among them."""
+    code = "print(*[m for m in sys.modules if m[:6] in ('moe_tp', 'torch.')])"
+    routing, plan = _run(
+        sys.executable, "-c", f"import sys, moe_tp.routing; {code}; import moe_tp.cli.plan; {code}"
+    ).splitlines()
+    rooms = {name.split(".")[1] for name in routing.split() if name.startswith("moe_tp.")}
     assert rooms <= {"routing", "errors", "log"}
+    heavy = {"torch.distributed.tensor", "moe_tp.checkpoint.load", "moe_tp.train"}
+    assert not heavy & set(plan.split())
 
 
 def test_every_module_imports_without_the_optional_packages() -> None:

@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from moe_tp.models import stages
 from moe_tp.models.families import preset
+from moe_tp.parallel import gradients, vocab
 from moe_tp.parallel.layout import ParallelLayout
+from moe_tp.plan import fixed, memory, params, parts
 from moe_tp.plan.job import Job
-from moe_tp.plan.memory import Memory, Planner
+from moe_tp.plan.memory import Planner
+from moe_tp.plan.moments import Memory
+from moe_tp.train import adamw
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -56,6 +61,14 @@ def test_the_fullest_moment_is_found() -> None:
     one = moment(global_batch=1, kernel="fused", seq_len=512)
     assert one.moment == "end"
     assert one.gradients > moment(global_batch=1, seq_len=65536).gradients
+
+
+def test_numbers_of_other_rooms_are_theirs() -> None:
+    assert memory._LOSS_PIECE == vocab.LOSS_PIECE
+    assert fixed._BUCKET_BYTES == gradients._BUCKET_BYTES
+    assert fixed._UPDATED == adamw._CHUNK
+    assert (params._SMALL, params._BLOCK) == (adamw._SMALL, adamw._BLOCK)
+    assert parts._TYPICAL_LENGTH == stages._TYPICAL_LENGTH
 
 
 def test_weights_in_the_compute_dtype() -> None:

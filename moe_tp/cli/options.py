@@ -16,7 +16,6 @@ from moe_tp.cli.launcher import GRACE_S
 from moe_tp.errors import ConfigError
 from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.train.settings import from_mapping
 
 __all__ = [
     "add_json_argument",
@@ -93,6 +92,8 @@ def layout_of(options: argparse.Namespace) -> ParallelLayout:
 
 def runtime_of(options: argparse.Namespace) -> Runtime:
     """Return the runtime asked for."""
+    from moe_tp.train.settings import from_mapping  # loads what a plan does without
+
     settings = {}
     for item in options.runtime:
         key, found, value = item.partition("=")

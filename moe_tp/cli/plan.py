@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from moe_tp.plan.hardware import (
     read_hardware,
 )
 from moe_tp.plan.job import Job, Kernel, Moments, Optimizer
+from moe_tp.plan.memory import Planner
 from moe_tp.plan.search import RECOMPUTE, Candidate, Plan, search
 
 _BAR = 32  # characters of the picture's longest bar
@@ -100,6 +102,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Return 0 where a layout fits, else 1."""
+    gc.disable()  # looking for garbage among tens of thousands of layouts is a quarter of the time
+    try:
+        return _plan(options)
+    finally:
+        gc.enable()
+
+
+def _plan(options: argparse.Namespace) -> int:
     config, gpu = _config(options.model), _hardware(options)
     if options.gpus < 1:
         raise ConfigError(f"--gpus {options.gpus} must be at least 1")
@@ -122,11 +132,11 @@ def run(options: argparse.Namespace) -> int:
         lora_base=options.lora_base,
         skew=options.skew,
     )
+    mode, like = options.recompute, Planner(config, job)
     plan = search(
-        config, job, options.gpus, gpu, recompute=options.recompute, refusals=options.refused
+        config, job, options.gpus, gpu, recompute=mode, refusals=options.refused, like=like
     )
-    mode = options.recompute
-    group = smallest_group(config, job, gpu, recompute=mode)
+    group = smallest_group(config, job, gpu, recompute=mode, like=like)
     advice = []
     if plan.best is None:
         advice = remedies(config, job, options.gpus, gpu, recompute=mode, group=group)

@@ -11,7 +11,8 @@ from moe_tp.models.config import ModelConfig
 from moe_tp.parallel.layout import ParallelLayout, Recompute
 from moe_tp.plan.hardware import Hardware
 from moe_tp.plan.job import Job, check
-from moe_tp.plan.memory import Memory, Planner
+from moe_tp.plan.memory import Planner
+from moe_tp.plan.moments import Memory
 from moe_tp.plan.search import RECOMPUTE, Candidate, layouts, legal_layouts
 from moe_tp.plan.time import Clock
 
@@ -29,6 +30,7 @@ def smallest_group(
     *,
     most: int = 4096,
     recompute: Recompute | None = None,
+    like: Planner | None = None,
 ) -> tuple[int, Candidate] | None:
     """Return the fewest GPUs (a power of two, or one and a half) on which anything fits.
 
@@ -38,9 +40,10 @@ def smallest_group(
         gpu: memory and rates.
         most: GPUs to look up to.
         recompute: None takes `full`, which needs least.
+        like: a planner of the same model and job, see `Planner`.
     """
     sizes = sorted({n for p in range(15) for n in (1 << p, 3 << p) if n <= min(most, _SMALLEST)})
-    planner = Planner(config, replace(job, recompute=recompute or "full"))
+    planner = Planner(config, replace(job, recompute=recompute or "full"), like)
     for gpus in sizes:
         least = _least(planner, gpus, gpu)
         if least is not None:
@@ -54,7 +57,8 @@ def _least(planner: Planner, gpus: int, gpu: Hardware) -> Candidate | None:
         return None
     best: tuple[float, ParallelLayout, Memory] | None = None
     for layout in legal_layouts(planner.config, planner.job, gpus)[0]:
-        if best is not None and planner.least(layout) >= best[0]:
+        least = planner.least(layout)
+        if least > gpu.memory or (best is not None and least >= best[0]):
             continue
         memory = planner.peak(layout)
         if best is None or memory.total < best[0]:
@@ -73,7 +77,7 @@ def _share(planner: Planner, gpus: int) -> float:
     if job.offload:
         return job.reserve
     alone = ParallelLayout().resolve(1)
-    held = [(planner.holding(k, alone), n) for k, n in planner.stages(alone)[0].kinds()]
+    held = [(planner.holding(k, alone), n) for k, n in planner.stages(alone)[0].kinds]
     total = sum((h.weights + h.adapters + h.gradients + h.states) * n for h, n in held)
     return total / gpus * (1.0 + job.margin) + job.reserve
 

@@ -27,6 +27,7 @@ from moe_tp.plan.params import (
 )
 from moe_tp.plan.stages import Stage, part_flops
 
+LAYERS: tuple[Kind, ...] = ("dense", "moe")
 _TYPICAL_LENGTH = 4096  # by which models/stages.py deals layers
 
 
@@ -58,6 +59,10 @@ class Parts:
         self.config, self.job = config, job
         self.shared: Shared = Shared() if like is None else like.shared
         self._work: dict[tuple[object, ...], Work] = {}
+        layers: list[tuple[Kind, bool]] = [("dense", bool(config.dense_layers))]
+        layers.append(("moe", bool(config.moe_layers)))
+        # of the model's parts, those that it has
+        self.kinds: list[Kind] = [*(kind for kind, some in layers if some), "embed", "head"]
         self._flops = 0.0
         self.flows: dict[tuple[object, ...], list[Any]] = {}  # of `traffic`
 
@@ -80,7 +85,7 @@ class Parts:
         if layout.pp not in self.shared.unlike:
             unlike: dict[tuple[int, int, bool, bool], Stage] = {}
             for stage in self.stages(layout):
-                unlike.setdefault((stage.dense, stage.moe, stage.first, stage.last), stage)
+                unlike.setdefault(stage.shape, stage)
             self.shared.unlike[layout.pp] = list(unlike.values())
         return self.shared.unlike[layout.pp]
 
@@ -133,13 +138,13 @@ class Parts:
             self._flops = sum(
                 sum(part_flops(self.config, kind, self.job.seq_len)) * count
                 for stage in self.stages(layout)
-                for kind, count in stage.kinds()
+                for kind, count in stage.kinds
             )
         return self._flops
 
     def elements(self, layout: ParallelLayout, stage: Stage) -> int:
         """Return the parameter elements of a pipeline rank between steps, on its fullest rank."""
-        held = [(self.holding(kind, layout), count) for kind, count in stage.kinds()]
+        held = [(self.holding(kind, layout), count) for kind, count in stage.kinds]
         return sum(h.elements * count for h, count in held)
 
     def skew(self, layout: ParallelLayout, asked: float) -> float:

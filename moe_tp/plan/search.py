@@ -10,7 +10,8 @@ from moe_tp.models.config import ModelConfig
 from moe_tp.parallel.layout import ParallelLayout, Recompute, check_sharding
 from moe_tp.plan.hardware import Hardware
 from moe_tp.plan.job import Job, check
-from moe_tp.plan.memory import Memory, Planner
+from moe_tp.plan.memory import Planner
+from moe_tp.plan.moments import Memory
 from moe_tp.plan.time import Clock, StepTime
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -194,6 +195,7 @@ def search(
     recompute: Recompute | None = None,
     refusals: bool = False,
     max_cp: int | None = None,
+    like: Planner | None = None,
 ) -> Plan:
     """Return all legal layouts of N GPUs, ranked.
 
@@ -205,11 +207,12 @@ def search(
         recompute: None takes for each layout the mode that is fastest among those that fit.
         refusals: list the refused layouts with reasons.
         max_cp: do not look at more; None looks at all.
+        like: a planner of the same model and job, see `Planner`.
     """
     refused: list[Refusal] | None = [] if refusals else None
     legal, num_refused = legal_layouts(config, job, gpus, refused)
     modes = RECOMPUTE if recompute is None else (recompute,)
-    first = Planner(config, job)
+    first = like or Planner(config, job)
     clocks = [Clock(Planner(config, replace(job, recompute=m), first), gpu) for m in modes]
     found = []
     for layout in legal:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.counts import attention_params, expert_params
@@ -11,19 +11,30 @@ from moe_tp.plan.params import Kind
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a pipeline rank holds: layers of each kind, and the ends of the model."""
+    """What a pipeline rank holds: layers of each kind, and the ends of the model.
+
+    Args:
+        rank: of the pipeline.
+        dense, moe: layers.
+        first, last: it holds the embedding, or final norm and head.
+        shape: all but the rank.
+        kinds: its parts, and how many there are of each.
+    """
 
     rank: int
     dense: int
     moe: int
     first: bool
     last: bool
+    shape: tuple[int, int, bool, bool] = field(init=False, compare=False)
+    kinds: tuple[tuple[Kind, int], ...] = field(init=False, compare=False)
 
-    def kinds(self) -> list[tuple[Kind, int]]:
-        """Return its parts and how many there are of each."""
+    def __post_init__(self) -> None:
         found: list[tuple[Kind, int]] = [("dense", self.dense), ("moe", self.moe)]
         found += [("embed", int(self.first)), ("head", int(self.last))]
-        return [(kind, count) for kind, count in found if count]
+        kinds = tuple((kind, count) for kind, count in found if count)
+        object.__setattr__(self, "shape", (self.dense, self.moe, self.first, self.last))
+        object.__setattr__(self, "kinds", kinds)
 
 
 def part_flops(config: ModelConfig, kind: Kind, length: int) -> tuple[float, float, float]:

@@ -12,6 +12,7 @@ of 1F1B, (pp - 1) / (pp - 1 + micro-batches) (arXiv:2104.04473, section 2.2).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.plan.axes import axis_sizes, spans
@@ -50,6 +51,20 @@ class StepTime:
         return self.compute + self.exposed + self.bubble + self.optimizer
 
 
+class Part(NamedTuple):
+    """Seconds of one micro-batch in one layer, or in an end of the model.
+
+    Args:
+        compute: of forward and backward.
+        exposed: of traffic, by axis.
+        seconds: of both.
+    """
+
+    compute: float
+    exposed: dict[str, float]
+    seconds: float
+
+
 class Clock:
     """Times of layouts of one planner on one kind of GPU; remembers what layouts share.
 
@@ -60,28 +75,38 @@ class Clock:
 
     def __init__(self, planner: Planner, gpu: Hardware) -> None:
         self.planner, self.gpu = planner, gpu
-        self._parts: dict[tuple[object, ...], tuple[float, dict[str, float]]] = {}
+        self._parts: dict[tuple[object, ...], Part] = {}
+        self._layouts: dict[tuple[int, ...], dict[Kind, Part]] = {}
 
-    def part(self, kind: Kind, layout: ParallelLayout) -> tuple[float, dict[str, float]]:
-        """Return seconds of compute and of exposed traffic by axis, of one micro-batch."""
+    def part(self, kind: Kind, layout: ParallelLayout) -> Part:
+        """Return the time of one micro-batch in one layer, or in an end of the model."""
         experts = (layout.ep, layout.etp) if kind == "moe" else ()
         key = (kind, layout.tp, layout.cp, layout.stage_size, experts)
         if key not in self._parts:
             flows = part_traffic(self.planner, kind, layout)
-            self._parts[key] = (
-                _compute(self.planner, layout, kind, self.gpu),
-                communication(flows, layout, self.gpu, 0.0, 1),
-            )
+            compute = _compute(self.planner, layout, kind, self.gpu)
+            exposed = communication(flows, layout, self.gpu, 0.0, 1)
+            self._parts[key] = Part(compute, exposed, compute + sum(exposed.values()))
         return self._parts[key]
 
-    def stage(self, layout: ParallelLayout, stage: Stage) -> tuple[float, dict[str, float]]:
+    def parts(self, layout: ParallelLayout) -> dict[Kind, Part]:
+        """Return the time of one micro-batch in every kind of part that the model has."""
+        key = (layout.tp, layout.cp, layout.stage_size, layout.ep, layout.etp)
+        found = self._layouts.get(key)
+        if found is None:
+            found = {kind: self.part(kind, layout) for kind in self.planner.kinds}
+            self._layouts[key] = found
+        return found
+
+    def stage(
+        self, layout: ParallelLayout, stage: Stage, parts: dict[Kind, Part]
+    ) -> tuple[float, dict[str, float]]:
         """Return seconds of compute and of exposed traffic by axis, of a step."""
         micro = self.planner.job.micro_batches(layout)
         compute, axes = 0.0, dict[str, float]()
-        for kind, count in stage.kinds():
-            seconds, exposed = self.part(kind, layout)
-            compute += seconds * count * micro
-            for axis, more in exposed.items():
+        for kind, count in stage.kinds:
+            compute += parts[kind].compute * count * micro
+            for axis, more in parts[kind].exposed.items():
                 axes[axis] = axes.get(axis, 0.0) + more * count * micro
         flows = stage_traffic(self.planner, layout, stage)
         for axis, more in communication(
@@ -90,27 +115,22 @@ class Clock:
             axes[axis] = axes.get(axis, 0.0) + more
         return compute, axes
 
-    def _layers(self, layout: ParallelLayout, stage: Stage) -> float:
-        """Return seconds of one micro-batch's layers on a stage."""
-        parts = ((self.part(kind, layout), count) for kind, count in stage.kinds())
-        return sum((compute + sum(axes.values())) * count for (compute, axes), count in parts)
-
     def step(self, layout: ParallelLayout) -> StepTime:
         """Return the time of a step, set by the slowest pipeline rank."""
-        planner, job = self.planner, self.planner.job
+        planner, job, parts = self.planner, self.planner.job, self.parts(layout)
         micro = job.micro_batches(layout)
         # the ends of a pipeline differ from its middle: the slowest by what its layers need
-        stage = max(planner.unlike_stages(layout), key=lambda s: self._layers(layout, s))
-        compute, axes = self.stage(layout, stage)
+        stage = max(
+            planner.unlike_stages(layout),
+            key=lambda s: sum(parts[kind].seconds * count for kind, count in s.kinds),
+        )
+        compute, axes = self.stage(layout, stage, parts)
         busy = compute + sum(axes.values())
         once = axes.pop("once", 0.0)
         bubble = (busy - once) * (layout.pp - 1) / micro
         full = job.mode == "full"
-        trained = sum(
-            sum(h.trained.values()) * count
-            for h, count in ((planner.holding(k, layout), n) for k, n in stage.kinds())
-        )
-        optimizer = trained * 28.0 / self.gpu.bandwidth  # read p, g, m, v; write p, m, v
+        # read p, g, m, v; write p, m, v
+        optimizer = planner.trained(layout, stage) * 28.0 / self.gpu.bandwidth
         tokens = float(job.global_batch * job.seq_len)
         total = busy + bubble + optimizer
         useful = planner.forward_flops(layout) * (3.0 if full else 2.0)

@@ -98,7 +98,7 @@ def step_traffic(
     """
     total = _Sum()
     micro = planner.job.micro_batches(layout)
-    for kind, count in stage.kinds():
+    for kind, count in stage.kinds:
         for flow in part_traffic(planner, kind, layout):
             times = count * micro
             total.add(flow.axis, flow.op, flow.phase, flow.sent * times, flow.calls * times)
@@ -303,7 +303,7 @@ def _zero(planner: Planner, layout: ParallelLayout, stage: Stage, total: _Sum, m
     full, replicas = job.mode == "full", zero_ranks(layout, job)
     gathers = micro if layout.zero == 3 else 1
     sums = 1 if layout.zero == 1 else micro
-    for kind, count in stage.kinds():
+    for kind, count in stage.kinds:
         for domain, elements in planner.units(kind, layout):
             size = replicas[domain]
             axis, across = _SHARDS[domain], _COPIES[domain]
@@ -323,7 +323,7 @@ def _settle(planner: Planner, layout: ParallelLayout, stage: Stage, total: _Sum)
     """Add the gradient sums of a step, in fp32."""
     sizes = axis_sizes(layout)
     owed: dict[tuple[str, ...], int] = defaultdict(int)
-    for kind, count in stage.kinds():
+    for kind, count in stage.kinds:
         for axes, size in planner.owed(kind, layout).items():
             owed[axes] += count * size
     for axes, size in owed.items():
@@ -332,7 +332,7 @@ def _settle(planner: Planner, layout: ParallelLayout, stage: Stage, total: _Sum)
                 calls = -(-size // (64 << 20))
                 sent = reduced(size, sizes[axis])
                 total.add(axis, "all_reduce", "forward", sent, calls, once=True)
-    for kind, count in stage.kinds():
+    for kind, count in stage.kinds:
         for axes, elements in planner.replica_sums(kind, layout):
             for axis in axes:
                 sent = reduced(4 * elements, sizes[axis]) * count
