@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -16,8 +17,11 @@ from moe_tp.bench.layer import make_layer, make_tokens, routing_of
 from moe_tp.bench.timing import Times, side_by_side
 from moe_tp.cli.main import main
 from moe_tp.parallel.shards import to_local
-from moe_tp.plan.hardware import read_hardware
 from moe_tp.testing import run_ranks
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import metrics_cost
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = LayerShape(dim=16, expert_dim=24, experts=4, top_k=2)
@@ -80,18 +84,6 @@ def test_the_bare_exchange_runs_on_two_ranks() -> None:
     assert all(0 < rows <= 12 for rows in run_ranks(sent_by_the_floor, 2))
 
 
-def test_bench_layer_writes_result_and_profile(tmp_path: Path) -> None:
-    """The profile holds every number that the planner asks of a GPU."""
-    out, profile = tmp_path / "out.json", tmp_path / "profile.json"
-    words = ["bench", "layer", *WORDS, "--rounds", "1", "--json", str(out)]
-    assert main([*words, "--profile", str(profile)]) == 0
-    result = json.loads(out.read_text())
-    assert result["over_floor"] > 1.0
-    assert result["tokens_per_second"] > 0
-    hardware = read_hardware(profile)
-    assert hardware.flops == result["matmul_rate"] > 1e8
-
-
 def test_bench_step_and_load(tmp_path: Path) -> None:
     folder, out = tmp_path / "model", tmp_path / "out.json"
     assert main(["init", "mixtral", str(folder)]) == 0
@@ -100,6 +92,18 @@ def test_bench_step_and_load(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["bytes_per_rank"] > 0
     assert main(["bench", "step", str(folder), "--tokens", "16", "--seq-len", "8", *words]) == 0
     assert json.loads(out.read_text())["tokens_per_step"] == 16
+
+
+def test_the_cost_of_metrics_is_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many steps with metrics as without, and time within each part of those with them."""
+    monkeypatch.setattr(metrics_cost, "LENGTH", 8)
+    options = argparse.Namespace(layers=1, tokens=8, steps=4)
+    clock = metrics_cost.measure(SMALL, options)
+    assert [len(clock.steps[on]) for on in (True, False)] == [2, 2]
+    assert all(len(seconds) == 2 and min(seconds) > 0.0 for seconds in clock.parts.values())
+    row = metrics_cost.row_of("small", clock)
+    assert len(row) == 6 + len(metrics_cost.PARTS)
+    assert 0.0 < float(row[5].removesuffix(" %")) < 100.0
 
 
 def test_bench_refuses_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,37 @@ def test_nothing_fits_below_an_equal_share() -> None:
             assert min(peaks, default=1e99) > H100.memory
 
 
+def test_a_group_is_found_whatever_the_replicas() -> None:
+    """No power of two, nor one and a half, holds 7 replicas: 7 times one of them does."""
+    found = smallest_group(MIXTRAL, Job(mode="lora", dp_replicate=7), H100)
+    assert found is not None
+    assert found[0] % 7 == 0
+
+
+def test_a_gpu_smaller_than_what_is_reserved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "mixtral:tiny", "--gpus", "2", "--gpu-memory", "1GB"]) == 1
+    assert "nothing: 1.5 GB of each GPU are reserved" in capsys.readouterr().out
+
+
+def test_broken_configs_are_refused_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, good = tmp_path / "config.json", MIXTRAL.to_hub()
+    for text, word in (
+        ("", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ("null", "no JSON object"),
+        (json.dumps({**good, "num_attention_heads": 0}), "num_attention_heads=0"),
+        (json.dumps({**good, "hidden_size": 4096.5}), "hidden_size=4096.5"),
+        (json.dumps({**good, "num_local_experts": 0}), "num_experts=0"),
+    ):
+        file.write_text(text)
+        assert main(["plan", str(file), "--gpus", "8"]) == 2
+        error = capsys.readouterr().err
+        assert word in error
+        assert error.count("\n") == 1
+
+
 def test_two_remedies_where_one_is_not_enough() -> None:
     """Mixtral on one GPU: neither LoRA nor narrow states fit, LoRA over 4-bit experts does."""
     advice = remedies(MIXTRAL, Job(), 1, H100)
@@ -66,7 +97,7 @@ def test_reasons_where_no_layout_is_legal(capsys: pytest.CaptureFixture[str]) ->
     out = capsys.readouterr().out
     assert "no layout of 64 GPUs is legal" in out
     assert "dp_replicate=3 does not divide" in out
-    assert "another number of GPUs: 24" in out
+    assert "another number of GPUs: 18" in out
     assert any("global_batch" in reason for reason in why_none(MIXTRAL, Job(), 1000003, most=9))
 
 
@@ -95,6 +126,7 @@ def test_no_rank_gets_more_than_there_is() -> None:
         ("--top 0", "--top 0"),
         ("--gpu-memory nvlink4", "80GiB"),
         ("--network fast", "ib400"),
+        ("--gpu-memory 1e300GB", "at most 1e+30"),
     ],
 )
 def test_odd_words_are_refused_in_one_sentence(
@@ -108,7 +140,9 @@ def test_odd_words_are_refused_in_one_sentence(
     ("field", "value"),
     [
         ("flops", "Infinity"),
+        ("flops", "1e-300"),
         ("latency", "-1"),
+        ("latency", "1e30"),
         ("half_rows", "-500"),
         ("overlap", "7"),
         ("matmul_efficiency", "7"),

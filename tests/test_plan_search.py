@@ -56,7 +56,14 @@ def test_elements_add_up_to_the_parameters(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("gpus", "changes"),
-    [(1, {"offload": True}), (6, {}), (8, {}), (8, {"dp_replicate": 2}), (8, {"offload": True})],
+    [
+        (1, {"offload": True}),
+        (6, {}),
+        (8, {}),
+        (8, {"dp_replicate": 2}),
+        (8, {"offload": True}),
+        (8, {"mode": "lora", "lora_base": "int4"}),
+    ],
 )
 def test_both_searches_accept_what_resolve_and_check_accept(
     gpus: int, changes: dict[str, Any]
@@ -197,7 +204,7 @@ def test_hardware_from_a_file(tmp_path: Path) -> None:
         ('{"flops": 1e12}', "memory"),
         ('{"gpu": "H100", "speed": 1}', "speed"),
         ('{"gpu": "H100", "link": "fast"}', "no number"),
-        ('{"gpu": "H100", "link": 0}', "positive"),
+        ('{"gpu": "H100", "link": 0}', "at least 1"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=word):

@@ -183,7 +183,7 @@ def _config(text: str) -> ModelConfig:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} holds no config.json") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{file} holds no JSON object")
@@ -233,9 +233,9 @@ def _text(
     options: argparse.Namespace, plan: Plan, result: dict[str, Any], gpu: Hardware, job: Job
 ) -> str:
     lines = [
-        f"{options.model}: {result['params_total'] / 1e9:.1f} B parameters, "
-        f"{result['params_active'] / 1e9:.1f} B active; {options.mode} training on "
-        f"{options.gpus} x {gpu.name} with {gpu.memory / 1e9:.0f} GB",
+        f"{options.model}: {_billions(result['params_total'])} B parameters, "
+        f"{_billions(result['params_active'])} B active; {options.mode} training on "
+        f"{options.gpus} x {gpu.name} with {gpu.memory / 1e9:.3g} GB",
         f"{len(plan.candidates)} layouts, {plan.num_refused} refused; estimates, see "
         f"docs/planner.md for how far off they may be",
         "",
@@ -276,8 +276,23 @@ def _text(
         lines += ["", _yaml(plan.best, job)]
     else:
         lines += ["nothing fits; what would, the cheapest first:"]
-        lines += [f"  - {remedy}" for remedy in result["remedies"] or ["nothing that is known"]]
+        lines += [f"  - {remedy}" for remedy in result["remedies"] or [_none_known(job, gpu)]]
     return "\n".join(lines)
+
+
+def _billions(params: int) -> str:
+    """Return them in billions, with three digits of a small model."""
+    return f"{params / 1e9:.1f}" if params > 1e9 else f"{params / 1e9:.3g}"
+
+
+def _none_known(job: Job, gpu: Hardware) -> str:
+    """Return why nothing makes a model fit, where that is plain."""
+    if gpu.memory > job.reserve:
+        return "nothing that is known"
+    return (
+        f"nothing: {job.reserve / 1e9:.3g} GB of each GPU are reserved for its context and "
+        f"communication buffers, and it has {gpu.memory / 1e9:.3g} GB"
+    )
 
 
 def _yaml(candidate: Candidate, job: Job) -> str:

@@ -16,7 +16,6 @@ from moe_tp.plan.moments import Memory
 from moe_tp.plan.search import RECOMPUTE, Candidate, layouts, legal_layouts
 from moe_tp.plan.time import Clock
 
-_SMALLEST = 1 << 14  # GPUs up to which the smallest group is looked for
 _LOOKED_AT = 20_000  # refused layouts whose reasons are counted
 _NARROW = "train.moments: 8bit"
 _LORA = "LoRA over frozen bf16 weights (--mode lora)"
@@ -34,6 +33,8 @@ def smallest_group(
 ) -> tuple[int, Candidate] | None:
     """Return the fewest GPUs (a power of two, or one and a half) on which anything fits.
 
+    With `dp_replicate` also that many times these.
+
     Args:
         config: the model.
         job: the run.
@@ -42,7 +43,8 @@ def smallest_group(
         recompute: None takes `full`, which needs least.
         like: a planner of the same model and job, see `Planner`.
     """
-    sizes = sorted({n for p in range(15) for n in (1 << p, 3 << p) if n <= min(most, _SMALLEST)})
+    plain = {n for p in range(15) for n in (1 << p, 3 << p)}
+    sizes = sorted(n for n in plain | {n * job.dp_replicate for n in plain} if n <= most)
     planner = Planner(config, replace(job, recompute=recompute or "full"), like)
     for gpus in sizes:
         least = _least(planner, gpus, gpu)

@@ -14,6 +14,8 @@ from typing import Any
 
 from moe_tp.errors import ConfigError
 
+_MOST = 1e30  # of rates and sizes: with more, or with fractions, sums and ratios are not finite
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
@@ -51,22 +53,24 @@ class Hardware:
         if not isinstance(self.name, str):
             raise ConfigError(f"name={self.name!r} of the hardware must be a text")
         for name in ("flops", "memory", "bandwidth", "link", "network", "node_size"):
-            if not 0 < getattr(self, name) < math.inf:
+            if not 1 <= getattr(self, name) <= _MOST:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} of the hardware must be positive and finite"
+                    f"{name}={getattr(self, name)} of the hardware must be at least 1 and at most "
+                    f"{_MOST:.0e}"
                 )
         if self.node_size != int(self.node_size):
             raise ConfigError(f"node_size={self.node_size} of the hardware must be a whole number")
         for name in ("matmul_efficiency", "link_efficiency"):
-            if not 0 < getattr(self, name) <= 1:
+            if not 1e-6 <= getattr(self, name) <= 1:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} of the hardware must be positive, at most 1"
+                    f"{name}={getattr(self, name)} of the hardware must be at least 1e-6, at most 1"
                 )
-        for name, most in (("latency", math.inf), ("half_rows", math.inf), ("overlap", 1.0)):
+        for name, most in (("latency", 60.0), ("half_rows", 1e9), ("overlap", 1.0)):
             value = getattr(self, name)
-            if not 0 <= value <= most or value == math.inf:
-                limit = " and at most 1" if most == 1.0 else ""
-                raise ConfigError(f"{name}={value} of the hardware must be at least 0{limit}")
+            if not 0 <= value <= most:
+                raise ConfigError(
+                    f"{name}={value} of the hardware must be at least 0 and at most {most:g}"
+                )
 
 
 # NVLink and Infinity Fabric rates are one direction; the network is one 400 Gbit/s port a GPU
@@ -127,7 +131,7 @@ def read_hardware(path: str | Path) -> Hardware:
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no hardware profile in JSON: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path} is no hardware profile: it holds no JSON object")

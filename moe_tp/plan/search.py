@@ -132,11 +132,12 @@ def legal_layouts(
     pps = [d for d in degrees if alone(pp=d)]
     # experts lie over dp * cp * tp ranks: dp is free here
     eps = [d for d in degrees if d <= max(1, config.moe.router.num_experts)]
-    etps = [d for d in degrees if config.moe.expert_dim % d == 0]
+    etps = [d for d in degrees if alone(etp=d)]
+    few = job.mode == "lora" and job.lora_base != "loaded"  # which ZeRO does not split
     result = []
     for pp in pps:
         stage = gpus // pp
-        zeros = (0, 1) if pp > 1 else (0, 1, 2, 3)
+        zeros = (0,) if few else (0, 1) if pp > 1 else (0, 1, 2, 3)
         for tp in tps:
             for cp in degrees:
                 if stage % (tp * cp) or (cp > 1 and not alone(tp=tp, cp=cp)):

@@ -188,12 +188,11 @@ def _part(planner: Planner, kind: Kind, layout: ParallelLayout, total: _Sum) -> 
     if kind == "head":
         total.add("tp", "all_gather", "forward", stream)
         total.add("tp", "reduce_scatter", "forward", stream)
-        left = tokens * tp
-        while left > 0 and tp > 1:
-            chunk = min(left, job.loss_chunk)
-            total.add("tp", "all_reduce", "forward", reduced(4 * chunk, tp))
-            total.add("tp", "all_reduce", "forward", reduced(8 * chunk, tp))
-            left -= chunk
+        full_chunks, rest = divmod(tokens * tp, job.loss_chunk)
+        for chunk, times in ((job.loss_chunk, full_chunks), (rest, int(rest > 0))):
+            if tp > 1:
+                sent = reduced(4 * chunk, tp) + reduced(8 * chunk, tp)
+                total.add("tp", "all_reduce", "forward", sent * times, 2 * times)
         return
 
     attention = config.attention
