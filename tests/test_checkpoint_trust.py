@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -223,6 +224,15 @@ def test_damage_is_named(folder: Path, what: str) -> None:
         HubFolder(folder)
     assert str(folder) in str(caught.value)
     assert inspect_folder(folder)["problems"]
+
+
+def test_the_output_of_a_run_names_its_model(folder: Path, tmp_path: Path) -> None:
+    """K2: several problems are one line too, each after a semicolon."""
+    output = tmp_path / "output"
+    shutil.copytree(folder, output / "final")
+    said = f"run has written its model to {output}/final: give that); model.safetensors: expected"
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        HubFolder(output)
 
 
 def wrong_names(change: Callable[[dict[str, torch.Tensor]], Any]) -> dict[str, torch.Tensor]:

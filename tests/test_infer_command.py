@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,8 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixt
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
+    output = tmp_path / "output"
+    shutil.copytree(bare, output / "final")
     cases = [
         ([str(adapter), "--prompt", "a"], "is an adapter and no model"),
         ([str(bare), "--prompt", "a"], "--tokenizer"),
@@ -91,6 +94,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixt
         ([str(folder), "--prompt", "a", "--prompt", "b\udce9"], "prompt 1 is not UTF-8 text"),
         ([str(folder), "--prompt", "a", "--temperature", "0", "--top-k", "3"], "do nothing"),
         ([str(tmp_path / "none"), "--prompt", "a"], "no folder of this machine"),
+        ([str(output), "--prompt", "a"], f"is the output of a run; its model is {output}/final"),
     ]
     capfd.readouterr()
     for words, said in cases:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+import logging
 import lzma
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,9 @@ import pytest
 
 from moe_tp.errors import DataError
 from moe_tp.models.tokens import IGNORE
-from moe_tp.train.config import DataConfig
+from moe_tp.train.config import COLUMNS, DataConfig
 from moe_tp.train.data import read_documents
-from moe_tp.train.documents import Document
+from moe_tp.train.documents import _KEYS, Document
 from moe_tp.train.files import list_files
 
 CHATML = (
@@ -232,6 +233,15 @@ def test_a_renamed_column_goes_before_one_of_that_name(
     assert show(one)[0] == "a$"
 
 
+def test_a_column_that_no_record_has_is_named(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"line 1 has no 'bodie', which data\.columns names"):
+        documents(folder, "a.jsonl", '{"body": "x"}\n', columns={"text": "bodie"})
+
+
+def test_every_key_of_a_format_can_be_renamed() -> None:
+    assert {key for keys in _KEYS.values() for key in keys} < set(COLUMNS)
+
+
 def test_parts_of_a_message_are_joined(folder: Path) -> None:
     """A template would print a list with its brackets, and a missing answer as 'None'."""
     (folder / "chat_template.jinja").write_text(CHATML)
@@ -247,8 +257,34 @@ def test_parts_of_a_message_are_joined(folder: Path) -> None:
         turns = [plain[0], {"role": "assistant", "content": content}]
         with pytest.raises(DataError, match=said):
             documents(folder, f"{name}.jsonl", json.dumps({"messages": turns}))
+
+
+def test_what_a_template_does_not_write_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls of tools would be lost, and 'None' be learned as the answer; tools themselves warn."""
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
-    assert documents(folder, "e.jsonl", json.dumps({"messages": [plain[0], called]}))
+    asked = {"role": "user", "content": "a"}
+    record = {"messages": [asked, called], "tools": [{"name": "f"}]}
+    plain = {"messages": [asked, {**called, "content": "b", "tool_calls": []}]}
+    template = folder / "chat_template.jinja"
+    template.write_text(CHATML)
+    with pytest.raises(DataError, match="line 1: the chat template does not write tool_calls"):
+        documents(folder, "a.jsonl", json.dumps(record))
+    template.write_text(CHATML.replace("m.content", "m.content or m.tool_calls | tojson"))
+    for line, warned in ((plain, False), (record, True), ({**plain, "tools": [3]}, True)):
+        caplog.clear()
+        monkeypatch.setattr("moe_tp.log._warned", set())
+        with caplog.at_level(logging.WARNING, logger="moe_tp"):
+            (made,) = documents(folder, "a.jsonl", json.dumps(line))
+        assert ("function" in show(made)[1]) == (line is record)
+        assert ("describes tools, which the chat template does not" in caplog.text) == warned
+    template.write_text("{{ tools }}" + template.read_text())
+    caplog.clear()
+    monkeypatch.setattr("moe_tp.log._warned", set())
+    with caplog.at_level(logging.WARNING, logger="moe_tp"):
+        assert documents(folder, "a.jsonl", json.dumps(record))
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,15 @@ def test_an_output_that_is_a_file(folder: Path) -> None:
     (folder / "a-file").write_text("x")
     with pytest.raises(MoeTpError, match="cannot be made a folder: File exists"):
         run(settings(folder, "a-file"))
+
+
+def test_an_output_that_cannot_be_written_to(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F3: as on a read-only mount; asked of the system, since root may write where modes say no."""
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(MoeTpError, match="is a folder that cannot be written to; choose another"):
+        run(settings(folder, str(tmp_path)))
 
 
 def test_epochs_become_steps(folder: Path) -> None:

@@ -98,8 +98,12 @@ def test_none_stands_for_none(path: Path) -> None:
         ("train.betas=[0.9, 1.5]", "train.betas=(0.9, 1.5) must lie in [0, 1)"),
         ("train.momentum=1", "train.momentum=1.0 must lie in [0, 1)"),
         ("output=m", "output=m is the model's own folder"),
+        ("output=''", "output is empty; name a folder"),
         ("parallel.tp=0", "tp=0 must be a whole number of at least 1"),
         ("data.train=[]", "data.train is empty"),
+        ("data.columns={body: text}", "names 'body', which no format reads (did you mean text: b"),
+        ("data.columns={txt: body}", "no format reads; write a name of text, messages,"),
+        ("data.columns={text: a, prompt: a}", "gives one column two names"),
         ("train={epochs: .inf}", "train.epochs=inf must be a finite number above 0"),
         ("train.decay_steps=-3", "train.decay_steps=-3 must be at least 0"),
         ("train.eps=0", "train.eps=0.0 divides 0 by 0"),
@@ -117,6 +121,21 @@ def test_what_is_wrong_is_named(path: Path, word: str, said: str) -> None:
         load_config(path, [word])
     assert said in str(raised.value)
     assert len(str(raised.value).splitlines()) == 1
+
+
+def test_an_output_in_a_data_folder(path: Path) -> None:
+    """K4: the next start would read what the first has written, as data."""
+    data = path.parent / "data"
+    (data / "inner").mkdir(parents=True)
+    for train, held_out, output in (
+        (data, "a.txt", data),
+        (data / "inner", data, data / "run"),
+        (data / "inner", "b.txt", data / "other" / ".." / "inner" / "run"),
+    ):
+        words = [f"data.train={train}", f"data.eval={held_out}"]
+        with pytest.raises(ConfigError, match=r"lies in the data folder .* choose another"):
+            load_config(path, [*words, f"output={output}"])
+        assert load_config(path, [*words, f"output={path.parent / 'run'}"])
 
 
 def test_a_missing_key_is_explained(tmp_path: Path) -> None:

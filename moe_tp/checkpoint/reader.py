@@ -192,6 +192,5 @@ def listed(where: str, problems: Sequence[str]) -> str:
     """Return one message for one or several problems of a folder."""
     if len(problems) == 1:
         return f"{where}: {problems[0]}"
-    shown = "\n".join(f"  {p}" for p in problems[:_SHOWN])
-    more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return f"{where}: {len(problems)} problems:\n{shown}{more}"
+    more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    return f"{where}: {len(problems)} problems: {'; '.join([*problems[:_SHOWN], *more])}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from moe_tp.log import get_logger
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+FINAL = "final"  # of a run's output folder: the model that it ends with
 UNFINISHED = "moe_tp.unfinished.json"  # lies in a folder while it is being written
 HIDDEN = ".unfinished-"  # in the name of that folder
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -77,6 +79,16 @@ def is_carried(file: str) -> bool:
     return not left and not file.endswith((*_WEIGHTS, *PICKLES))
 
 
+def model_of_run(folder: Path) -> Path | None:
+    """Return the model folder in the output folder of a run; None: it is no such folder.
+
+    Args:
+        folder: where a model was looked for.
+    """
+    final = folder / FINAL
+    return final if (final / CONFIG).is_file() and not (folder / CONFIG).exists() else None
+
+
 def scan_folder(storage: Storage, *, need_config: bool = True) -> Scan:
     """Return what a folder holds, with all its problems; raises for none of them.
 
@@ -95,7 +107,9 @@ def scan_folder(storage: Storage, *, need_config: bool = True) -> Scan:
     if CONFIG in sizes:
         scan.attempt(lambda: scan.config.update(_json(storage, CONFIG, sizes, scan)))
     elif need_config:
-        scan.problems.append(f"{CONFIG}: expected in the folder, found none")
+        final = model_of_run(Path(storage.where))
+        hint = "" if final is None else f" (a run has written its model to {final}: give that)"
+        scan.problems.append(f"{CONFIG}: expected in the folder, found none{hint}")
     scan.doubts += [
         f"{file}: expected a file, found a link that leads nowhere, so no save could carry it on; "
         f"restore the file, or delete the link"

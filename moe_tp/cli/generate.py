@@ -6,6 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
+from moe_tp.checkpoint.scan import model_of_run
 from moe_tp.checkpoint.states import is_state
 from moe_tp.cli.options import (
     add_json_argument,
@@ -106,7 +107,7 @@ def check_kind(folder: Path) -> None:
     """Refuse the folders of a run that hold no model.
 
     Raises:
-        ConfigError: the folder is a training checkpoint or an adapter.
+        ConfigError: the folder is a training checkpoint, an adapter, or a run's output.
     """
     if is_state(folder):
         raise ConfigError(
@@ -118,6 +119,9 @@ def check_kind(folder: Path) -> None:
             f"{folder} is an adapter and no model; give the model with the adapter merged in, as "
             f"a run's final/ is"
         )
+    final = model_of_run(folder)
+    if final is not None:
+        raise ConfigError(f"{folder} is the output of a run; its model is {final}: give that")
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
@@ -153,8 +157,8 @@ def tokenizer_folder(options: argparse.Namespace) -> Path:
     folder = Path(options.tokenizer or options.path)
     if not folder.is_dir():
         raise DataError(
-            f"{folder} is no folder of this machine, so its tokenizer cannot be read; name a "
-            f"folder that has it with --tokenizer"
+            f"{folder} is no folder of this machine, so its tokenizer cannot be read; check the "
+            f"path, or, for a model that lies elsewhere, name a folder that has it with --tokenizer"
         )
     return folder
 

@@ -114,7 +114,8 @@ class Runtime:
 
     Args:
         compute_dtype: dtype of matmuls and activations; None keeps the parameters' dtype.
-        master_dtype: dtype in which parameters lie between steps; None keeps the loaded dtype.
+        master_dtype: dtype in which parameters lie between steps; None keeps the loaded dtype, and
+            is float32 in `moe-tp finetune`, whatever the folder holds.
         recompute: activations that backward computes again.
         resend_rows: under selective recompute send rows to experts again in backward, instead of
             keeping them.

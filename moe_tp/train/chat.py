@@ -96,6 +96,33 @@ class ChatTemplate:
         """
         return self._run(messages, None, prompt=True)[0]
 
+    def leaves_out(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> set[str]:
+        """Return which of `tool_calls` and `tools` a conversation has and the template ignores.
+
+        Args:
+            messages: turns.
+            tools: descriptions of tools.
+
+        Raises:
+            DataError: the template refuses the conversation.
+        """
+        others: dict[str, tuple[Sequence[Message], Sequence[Any] | None]] = {}
+        if any(message.get("tool_calls") for message in messages):
+            bare = [{k: v for k, v in m.items() if k != "tool_calls"} for m in messages]
+            others["tool_calls"] = (bare, tools)
+        if tools:
+            others["tools"] = (messages, None)
+        if not others:
+            return set()
+        text = self._run(messages, tools, prompt=False)[0]
+        return {name for name, other in others.items() if self._writes(*other) == text}
+
+    def _writes(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str | None:
+        try:
+            return self._run(messages, tools, prompt=False)[0]
+        except DataError:
+            return None
+
     def _place(
         self, messages: Sequence[Message], i: int, text: str, cursor: int, tools: Any
     ) -> Span:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ def make_output(output: Path) -> None:
         output: the folder, which may be there.
 
     Raises:
-        ConfigError: it cannot be made, or it is a file.
+        ConfigError: it cannot be made or written to, or it is a file.
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -32,6 +33,8 @@ def make_output(output: Path) -> None:
         raise ConfigError(
             f"output={output} cannot be made a folder: {error.strerror}; choose another"
         ) from error
+    if not os.access(output, os.W_OK | os.X_OK):
+        raise ConfigError(f"output={output} is a folder that cannot be written to; choose another")
 
 
 def warn_of_final(

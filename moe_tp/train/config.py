@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -24,6 +25,12 @@ OptimizerName = Literal["adamw", "muon", "sgd"]
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 Moments = Literal["float32", "bfloat16", "8bit"]
 Kernel = Literal["auto", "loop", "foreach", "fused"]
+
+# What the formats of records read; data.columns says what the files call it.
+COLUMNS = (
+    "text", "messages", "conversations", "prompt", "completion", "instruction", "input", "output",
+    "system", "history", "tools", "input_ids", "labels", "attention_mask",
+)  # fmt: skip
 
 _ROWS_A_STEP = 8  # where neither global_batch nor global_batch_tokens is given
 _AT_LEAST_1 = (
@@ -87,6 +94,17 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.train:
             raise ConfigError("data.train is empty; name at least one file or folder")
+        for ours, theirs in self.columns.items():
+            if ours not in COLUMNS:
+                turned = f" (did you mean {theirs}: {ours}?)" if theirs in COLUMNS else ""
+                raise ConfigError(
+                    f"data.columns={{{ours}: {theirs}}} names {ours!r}, which no format reads"
+                    f"{turned}; write a name of {', '.join(COLUMNS)}, then the one in the files"
+                )
+        if len(set(self.columns.values())) < len(self.columns):
+            raise ConfigError(
+                f"data.columns={dict(self.columns)} gives one column two names; leave one out"
+            )
         _at_least("data.seq_len", self.seq_len, 2)
         _at_least("data.stream_window", self.stream_window, 1)
 
@@ -123,9 +141,10 @@ class TrainConfig:
         max_grad_norm: gradients are scaled down to this norm; 0: never.
         balance_coef: of the routers' load-balance loss; none: the model's own. It is added
             whether or not anybody asks for router logits.
-        balance_kind: over which tokens that loss looks: `micro_batch`, over all ranks; `sequence`,
-            each row or packed document by itself; `global_batch`, the step so far;
-            `global_batch_exact`, all of the step, for one more forward pass; none: the model's own.
+        balance_kind: over which tokens that loss looks: `micro_batch`, over all ranks, and so
+            another with another micro_batch x dp; `sequence`, each row or packed document by
+            itself; `global_batch`, the step so far; `global_batch_exact`, all of the step, for one
+            more forward pass; none: the model's own.
         z_coef: of the routers' z-loss; none: the model's own.
         rebalance_every: steps after which experts are dealt anew over the ranks of ep, by the load
             since the last time, hot ones with replicas in runtime.spare_slots; 0: never.
@@ -296,8 +315,16 @@ class FinetuneConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not self.output:
+            raise ConfigError("output is empty; name a folder")
         if os.path.realpath(self.output) == os.path.realpath(self.model):
             raise ConfigError(f"output={self.output} is the model's own folder; choose another")
+        for path in (*self.data.train, *self.data.eval):
+            if os.path.isdir(path) and _lies_in(self.output, path):
+                raise ConfigError(
+                    f"output={self.output} lies in the data folder {path}, so that a resume would "
+                    f"read the run's own files as data; choose another"
+                )
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"seed={self.seed} must lie in [0, 2**63)")
         if self.lora is not None and (self.train.freeze or self.train.only):
@@ -334,6 +361,10 @@ class FinetuneConfig:
                 f"which are {rows} rows of data.seq_len={length}: give one of them"
             )
         return replace(self.train, global_batch=rows)
+
+
+def _lies_in(path: str, folder: str) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def _at_least(name: str, value: int, low: int) -> None:

@@ -163,6 +163,12 @@ class DocumentMaker:
                 raise DataError(
                     f"{record.where}: {null[0]!r} is null, and format {kind} needs a value"
                 )
+        absent = [theirs for theirs in self._columns if theirs not in record.fields]
+        if absent:
+            raise DataError(
+                f"{record.where} has no {absent[0]!r}, which data.columns names; it has "
+                f"{', '.join(map(repr, record.fields))}"
+            )
         raise DataError(
             f"{record.where} has the keys {', '.join(map(repr, fields))}, which no format has; "
             f"name columns in data.columns, for example text: {next(iter(fields))}"
@@ -303,9 +309,21 @@ class DocumentMaker:
         if tools is not None and not isinstance(tools, list):
             raise DataError(f"{where}: 'tools' is {type(tools).__name__} where a list must stand")
         try:
+            ignored = template.leaves_out(messages, tools)
             found = template.render(messages, answers=answers, tools=tools)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
+        if "tool_calls" in ignored:
+            raise DataError(
+                f"{where}: the chat template does not write tool_calls, which would be lost; name "
+                f"one that does as data.chat_template, or leave such conversations out"
+            )
+        if "tools" in ignored:
+            warn_once(
+                f"{self.folder}: tools",
+                f"{where} describes tools, which the chat template does not write: they are left "
+                f"out; name one that does as data.chat_template",
+            )
         encoding = self.tokenizer.backend.encode(found.text)
         return self._document(encoding.ids, encoding.spans, found.answers)
 

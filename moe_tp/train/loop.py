@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moe_tp.checkpoint.agree import together
+from moe_tp.checkpoint.scan import FINAL
 from moe_tp.experts.router import forget_router_load, update_router_bias
 from moe_tp.models.load import from_pretrained, save_pretrained
 from moe_tp.parallel.gradients import clip_grad_norm, settle_gradients
@@ -43,7 +44,7 @@ from moe_tp.train.step import StepOutput, forward_backward
 from moe_tp.train.stream import WindowStream
 from moe_tp.train.trackers import Tracker, open_trackers
 
-FINAL, ADAPTER, SETTINGS = "final", "adapter", "config.yaml"
+ADAPTER, SETTINGS = "adapter", "config.yaml"
 
 
 def finetune(

@@ -42,7 +42,8 @@ class LoRAConfig:
     Args:
         rank: r.
         alpha: the term is scaled by alpha / r, or alpha / sqrt r with `rslora`.
-        targets: see `moe_tp.train.lora_targets.choose_parameters`.
+        targets: groups (`attention`, `experts`, `shared_experts`, `router`), `all-linear` (all but
+            the router), or patterns over hub names (`q_proj`, `model.layers.0.*`).
         dropout: probability of dropping an element of an adapter's input, by the token's place in
             the global batch and, of experts, the expert; not for routers.
         seed: of A's first values.
