@@ -135,8 +135,9 @@ class AttentionConfig:
         return self.head_dim if self.mla is None else self.mla.rope_dim
 
     def __post_init__(self) -> None:
-        if self.num_heads < 1:
-            raise ConfigError(f"num_attention_heads={self.num_heads} must be at least 1")
+        for name, size in (("num_attention_heads", self.num_heads), ("head_dim", self.head_dim)):
+            if size < 1:
+                raise ConfigError(f"{name}={size} must be at least 1")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_key_value_heads={self.num_kv_heads} does not divide "

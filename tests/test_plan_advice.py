@@ -57,6 +57,8 @@ def test_broken_configs_are_refused_in_one_sentence(
         ("[" * 100_000, "no JSON"),
         ("null", "no JSON object"),
         (json.dumps({**good, "num_attention_heads": 0}), "num_attention_heads=0"),
+        (json.dumps({**good, "head_dim": -2}), "head_dim=-2"),
+        (json.dumps({**good, "num_hidden_layers": 100_000}), "num_hidden_layers=100000"),
         (json.dumps({**good, "hidden_size": 4096.5}), "hidden_size=4096.5"),
         (json.dumps({**good, "num_local_experts": 0}), "num_experts=0"),
     ):
@@ -122,6 +124,8 @@ def test_no_rank_gets_more_than_there_is() -> None:
         ("--skew inf", "skew=inf"),
         ("--lora-base int8", "mode='lora'"),
         ("--mode lora --bf16-weights", "--bf16-weights"),
+        ("--mode lora --lora-base int4 --offload", "leave one of them out"),
+        ("--mode lora --lora-base int8 --dp-replicate 2", "dp_replicate=2 is about"),
         ("--optimizer sgd --moments 8bit", "sgd"),
         ("--top 0", "--top 0"),
         ("--gpu-memory nvlink4", "80GiB"),

@@ -44,6 +44,8 @@ def test_a_measured_profile_is_planned_with(
         if line.startswith("MemTotal")
     )
     assert measured.memory == 1024.0 * pages
+    assert 1e8 < measured.bandwidth < 1e14  # bytes a second, whatever the machine
+    assert measured.link == measured.network == measured.bandwidth  # one rank: nothing is sent
     big = ["--gpu-memory", "900GB", "--hardware"]
     found = plan(out, *big, str(profile))
     assert (found["gpu"], found["gpu_memory"]) == (measured.name, 900e9)

@@ -17,10 +17,10 @@ from moe_tp.models.families import family, model_types, preset
 from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.plan.advice import remedies, smallest_group
 from moe_tp.plan.hardware import TABLE, hardware, parse_bytes, parse_rate, read_hardware
-from moe_tp.plan.job import Job, check
+from moe_tp.plan.job import Job, check, divisors
 from moe_tp.plan.memory import Planner
 from moe_tp.plan.moments import Memory
-from moe_tp.plan.search import divisors, layouts, legal_layouts, search
+from moe_tp.plan.search import layouts, legal_layouts, search
 from moe_tp.plan.time import Clock
 
 H100 = TABLE["H100"]

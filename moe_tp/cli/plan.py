@@ -27,6 +27,7 @@ from moe_tp.plan.job import Job, Kernel, Moments, Optimizer
 from moe_tp.plan.memory import Planner
 from moe_tp.plan.search import RECOMPUTE, Candidate, Plan, search
 
+_MOST_LAYERS = 512  # the time to deal them grows with their square
 _BAR = 32  # characters of the picture's longest bar
 
 
@@ -113,6 +114,11 @@ def _plan(options: argparse.Namespace) -> int:
     config, gpu = _config(options.model), _hardware(options)
     if options.gpus < 1:
         raise ConfigError(f"--gpus {options.gpus} must be at least 1")
+    if config.num_layers > _MOST_LAYERS:
+        raise ConfigError(
+            f"num_hidden_layers={config.num_layers} is more than {_MOST_LAYERS}, the most that a "
+            f"plan deals to stages"
+        )
     if options.top < 1:
         raise ConfigError(f"--top {options.top} must be at least 1")
     job = Job(

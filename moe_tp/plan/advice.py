@@ -124,11 +124,9 @@ def remedies(
     if not {_NARROW, _AWAY} & found.keys() and job.mode == "full" and job.optimizer != "sgd":
         add(f"{_NARROW} with runtime.offload: true", replace(job, moments="8bit", offload=True))
     if job.mode == "full" and _LORA not in found:
-        few = replace(_adapters(job), lora_base="int4")
-        add(
-            "LoRA over experts in 4 bits (--mode lora --lora-base int4)",
-            replace(few, offload=False),
-        )
+        if job.dp_replicate == 1:
+            few = replace(_adapters(job), lora_base="int4", offload=False)
+            add("LoRA over experts in 4 bits (--mode lora --lora-base int4)", few)
         add("LoRA with weights in host memory (--mode lora --offload)", _away(_adapters(job)))
     group = group or smallest_group(config, job, gpu, recompute=recompute)
     if group is not None and group[0] != gpus:
@@ -152,10 +150,11 @@ def _singles(job: Job) -> list[tuple[str, Job]]:
         tries.append(("bf16 weights and moments (runtime.master_dtype: bfloat16)", low))
     if job.mode == "full":
         tries.append((_LORA, _adapters(job)))
-    if job.mode == "lora" and job.lora_base == "loaded" and not job.offload:
+    whole = job.lora_base == "loaded" and not job.offload
+    if job.mode == "lora" and whole and job.dp_replicate == 1:
         few = replace(job, lora_base="int4")
         tries.append(("experts' frozen weights in 4 bits (lora.base: int4)", few))
-    if not job.offload and job.lora_base == "loaded":
+    if whole:
         tries.append((_AWAY, _away(job)))
     return tries
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args
 
 from moe_tp.errors import ConfigError
@@ -126,6 +127,12 @@ class Job:
                 f"lora_base={self.lora_base!r} is for frozen weights, but mode='full' trains all; "
                 f"choose mode='lora', or leave it out"
             )
+        if self.lora_base != "loaded" and (self.offload or self.dp_replicate > 1):
+            what = "offload" if self.offload else f"dp_replicate={self.dp_replicate}"
+            raise ConfigError(
+                f"lora_base={self.lora_base!r} is not sharded by ZeRO, and {what} is about what "
+                f"ZeRO shards; leave one of them out"
+            )
         if self.mode == "lora" and self.master_bytes != 4:
             raise ConfigError(
                 f"master_bytes={self.master_bytes} is of trained weights, but adapters stay in "
@@ -214,7 +221,14 @@ def check(config: ModelConfig, layout: ParallelLayout, job: Job) -> None:
 
 def _divides(what: str, size: int, axis: str, degree: int) -> None:
     if size % degree:
-        options = [d for d in range(1, size + 1) if size % d == 0]
         raise ConfigError(
-            f"{what}={size} does not split over {axis}={degree}; choose {axis} among {options}"
+            f"{what}={size} does not split over {axis}={degree}; choose {axis} among "
+            f"{divisors(size)}"
         )
+
+
+@cache
+def divisors(number: int) -> list[int]:
+    """Return all divisors, rising."""
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})

@@ -9,7 +9,7 @@ from moe_tp.errors import ConfigError
 from moe_tp.models.config import ModelConfig
 from moe_tp.parallel.layout import ParallelLayout, Recompute, check_sharding
 from moe_tp.plan.hardware import Hardware
-from moe_tp.plan.job import Job, check
+from moe_tp.plan.job import Job, check, divisors
 from moe_tp.plan.memory import Planner
 from moe_tp.plan.moments import Memory
 from moe_tp.plan.time import Clock, StepTime
@@ -63,12 +63,6 @@ class Plan:
         """The fastest that fits."""
         first = self.candidates[0] if self.candidates else None
         return first if first is not None and first.fits else None
-
-
-def divisors(number: int) -> list[int]:
-    """Return all divisors, rising."""
-    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*low, *(number // d for d in low)})
 
 
 def layouts(gpus: int) -> Iterator[ParallelLayout]:
