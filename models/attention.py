@@ -26,6 +26,7 @@ from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.random import DropoutKey, dropout
 from moe_tp.parallel.sequence import RMSNorm
 from moe_tp.parallel.spec import Init
+from moe_tp.parallel.whole import sharers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class Sequences:
         context: how the ranks of cp share the sequences; S is then this rank's share, and the mask
             speaks of whole sequences. None where each rank has them whole.
         cache: keys and values of earlier columns, which these join; None outside generation.
+        whole: every rank of tp holds all tokens, see `moe_tp.parallel.whole`.
     """
 
     batch: int
@@ -51,6 +53,7 @@ class Sequences:
     dropout_key: DropoutKey | None = None
     context: SharedSequences | None = None
     cache: LayerCache | None = None
+    whole: bool = False
 
 
 class Attention(nn.Module):
@@ -108,7 +111,8 @@ class Attention(nn.Module):
             sequences: the batch.
 
         Collectives: gather of x over tp, reduce-scatter of the output over tp, and their duals;
-            with full-width norms an all-reduce of one number a token for each.
+            of whole tokens a sum of the output; with full-width norms an all-reduce of one number
+            a token for each.
         """
         q, k, v = self.project(x_TD, sequences)
         q, k = sequences.rotation(q), sequences.rotation(k)
@@ -125,8 +129,8 @@ class Attention(nn.Module):
             drop=self.config.dropout if self.training else 0.0,
             first_head=self.mesh.coordinate("tp") * self.share.queries,
         )
-        rows = x_TD.shape[0] * self.mesh.size("tp")
-        out: torch.Tensor = self.o(pad_rows(out_BSHw.flatten(0, 1).flatten(1), rows))
+        rows, whole = x_TD.shape[0] * sharers(self.mesh, sequences.whole).size, sequences.whole
+        out: torch.Tensor = self.o(pad_rows(out_BSHw.flatten(0, 1).flatten(1), rows), whole=whole)
         return out
 
     def project(
@@ -138,7 +142,7 @@ class Attention(nn.Module):
             x_TD,
             [p.weight_rows() for p in parts],
             [p.bias_rows() for p in parts],
-            self.mesh.group("tp"),
+            sharers(self.mesh, sequences.whole),
         )
         flat = tuple(p.with_low_rank(x_TD, y) for p, y in zip(parts, flat, strict=True))
         tokens = sequences.batch * sequences.length

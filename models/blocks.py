@@ -98,10 +98,13 @@ class Block(nn.Module):
 
     def _feed_forward(self, x_TD: torch.Tensor, call: Call) -> tuple[torch.Tensor, MoEAux | None]:
         if self.config.is_dense(self.layer):
-            return self.mlp(x_TD), None
+            return self.mlp(x_TD, whole=call.tokens.whole), None
         tokens = call.tokens
         if call.caches is not None:
-            return self.moe.serve(x_TD, tokens.mask_T, tokens.ids_T, even=call.even), None
+            x_TD = self.moe.serve(
+                x_TD, tokens.mask_T, tokens.ids_T, even=call.even, whole=tokens.whole
+            )
+            return x_TD, None
         y_TD, aux = self.moe(
             x_TD,
             mask=tokens.mask_T,

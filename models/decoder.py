@@ -9,7 +9,7 @@ A call walks through four steps, each a method, so that a pipeline stage can tak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from moe_tp.models.config import ModelConfig
 from moe_tp.models.families import rules_for
 from moe_tp.models.head import Aux, Head, Output
 from moe_tp.models.stages import DecoderStage, make_stages, pipeline_logits
-from moe_tp.models.tokens import batch_problem, count_agreed, owned_tokens, prepare
+from moe_tp.models.tokens import batch_problem, count_agreed, prepare
 from moe_tp.parallel.collectives import accumulate_dtype, all_gather, all_reduce
 from moe_tp.parallel.context.sequence import order
 from moe_tp.parallel.context.ulysses import check_heads
@@ -38,6 +38,7 @@ from moe_tp.parallel.vocab import (
     VocabParallelEmbedding,
     gather_shards,
 )
+from moe_tp.parallel.whole import sharers
 from moe_tp.parallel.zero import hooked, reshard
 
 
@@ -238,10 +239,10 @@ class Decoder(nn.Module):
     def embed_tokens(self, call: Call) -> torch.Tensor:
         """Return `[T, D]`, the embeddings of owned tokens.
 
-        Collectives: reduce-scatter over tp; backward all-gather.
+        Collectives: reduce-scatter over tp; backward all-gather; of whole tokens a sum over tp.
         """
         assert self.embed is not None
-        x_TD: torch.Tensor = self.embed(call.tokens.ids_N)
+        x_TD: torch.Tensor = self.embed(call.tokens.ids_N, whole=call.tokens.whole)
         scale = self.config.embedding_scale
         return x_TD if scale == 1.0 else x_TD * scale
 
@@ -266,16 +267,12 @@ class Decoder(nn.Module):
                 result[int(layer)] = aux
         return x_TD, result
 
-    def carried(
-        self, batch: int, arguments: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def carried(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what a pipeline stage hands on, on the meta device.
 
         Args:
-            batch: rows of a micro-batch.
-            arguments: of the call; the length of its `input_ids` counts.
+            tokens: T.
         """
-        tokens = owned_tokens(batch, arguments["input_ids"].shape[1], self.mesh)
         dtype = self.activation_dtype
         return (
             torch.empty(tokens, self.config.dim, dtype=dtype, device="meta", requires_grad=True),
@@ -332,11 +329,11 @@ class Decoder(nn.Module):
             x_TD: owned tokens after the last norm.
             call: with no cp.
 
-        Collectives: all-gather of x over tp.
+        Collectives: all-gather of x over tp; of whole tokens none.
         """
         assert self.head is not None
         tokens = call.tokens
-        x_ND = all_gather(x_TD, self.mesh.group("tp"))
+        x_ND = all_gather(x_TD, sharers(self.mesh, tokens.whole))
         x_BSD = x_ND[: tokens.batch * tokens.length].view(tokens.batch, tokens.length, -1)
         part: torch.Tensor = self.head(x_BSD[:, -1], None, self.config.logit_scale, shard=True)
         return part

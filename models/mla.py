@@ -19,11 +19,12 @@ from moe_tp.models.cache import attend_cached
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.heads import HeadLinear, share_heads
 from moe_tp.models.rope import score_scale
-from moe_tp.parallel.collectives import all_gather
+from moe_tp.parallel.collectives import Group, all_gather
 from moe_tp.parallel.linear import ReplicatedLinear, RowParallelLinear, gather_linear
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.sequence import RMSNorm
 from moe_tp.parallel.spec import Init
+from moe_tp.parallel.whole import sharers
 
 # The latents' norms keep their own epsilon in every published model, whatever rms_norm_eps says.
 LATENT_EPS = 1e-6
@@ -76,24 +77,27 @@ class LatentAttention(nn.Module):
             sequences: the batch.
 
         Collectives: gathers over tp of the query latent (of x without one), of the shared latent
-            and of the shared rotated key; reduce-scatter of the output over tp; and their duals.
+            and of the shared rotated key; reduce-scatter of the output over tp; and their duals. Of
+            whole tokens a sum of the output alone.
         """
         mla, shape = self.mla, (sequences.batch, sequences.length)
+        sharing = sharers(self.mesh, sequences.whole)
         if mla.q_rank is None:
-            q = self._expand(self.q, x_TD, shape)
+            q = self._expand(self.q, x_TD, shape, sharing)
         else:
-            q = self._expand(self.q_b, self.q_a_norm(self.q_a(x_TD)), shape)
+            q = self._expand(self.q_b, self.q_a_norm(self.q_a(x_TD)), shape, sharing)
         latent, turned = self.kv_a(x_TD).split([mla.kv_rank, mla.rope_dim], dim=-1)
-        rows = x_TD.shape[0] * self.mesh.size("tp")
+        rows = x_TD.shape[0] * sharing.size
         if sequences.cache is not None:
             first = sequences.cache.columns == 0
             seen = self._remember(self.kv_a_norm(latent), turned, sequences)
             if not first:
                 out = self._attend_latents(q, seen, sequences)
-                cached: torch.Tensor = self.o(pad_rows(out.flatten(0, 1).flatten(1), rows))
+                flat = pad_rows(out.flatten(0, 1).flatten(1), rows)
+                cached: torch.Tensor = self.o(flat, whole=sequences.whole)
                 return cached
             sequences = replace(sequences, cache=None)
-        kv = self._expand(self.kv_b, self.kv_a_norm(latent), shape)
+        kv = self._expand(self.kv_b, self.kv_a_norm(latent), shape, sharing)
         k_plain, v = kv.split([mla.nope_dim, mla.value_dim], dim=-1)
         tokens = shape[0] * shape[1]
         k_turned = all_gather(turned, self.mesh.group("tp"))[:tokens].view(*shape, 1, mla.rope_dim)
@@ -120,7 +124,8 @@ class LatentAttention(nn.Module):
         """
         assert sequences.cache is not None
         shape = (sequences.batch, sequences.length)
-        both = all_gather(torch.cat([latent_TC, turned_Th], dim=-1), self.mesh.group("tp"))
+        sharing = sharers(self.mesh, sequences.whole)
+        both = all_gather(torch.cat([latent_TC, turned_Th], dim=-1), sharing)
         both = both[: shape[0] * shape[1]].view(*shape, 1, -1)
         latent, turned = both.split([self.mla.kv_rank, self.mla.rope_dim], dim=-1)
         (seen,) = sequences.cache.extend(torch.cat([latent, sequences.rotation(turned)], dim=-1))
@@ -164,11 +169,11 @@ class LatentAttention(nn.Module):
         return self.kv_b.with_low_rank(mine, F.linear(unit, weight))[:width].t()
 
     def _expand(
-        self, linear: HeadLinear, x_TD: torch.Tensor, shape: tuple[int, int]
+        self, linear: HeadLinear, x_TD: torch.Tensor, shape: tuple[int, int], sharing: Group
     ) -> torch.Tensor:
-        """Return this rank's heads `[B, S, H, h]` of a gathered input."""
+        """Return this rank's heads `[B, S, H, h]` of an input gathered from who shares it."""
         weight = linear.weight_rows()
-        (flat,) = gather_linear(x_TD, [weight], [None], self.mesh.group("tp"))
+        (flat,) = gather_linear(x_TD, [weight], [None], sharing)
         flat = linear.with_low_rank(x_TD, flat)
         size = weight.shape[0] // self.heads
         return flat[: shape[0] * shape[1]].view(*shape, self.heads, size)

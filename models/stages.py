@@ -19,7 +19,7 @@ from moe_tp.models.blocks import Call
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.counts import layer_flops
 from moe_tp.models.head import Aux
-from moe_tp.models.tokens import IGNORE
+from moe_tp.models.tokens import IGNORE, owned_tokens
 from moe_tp.parallel.collectives import accumulate_dtype, raw_all_reduce
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.pipeline.schedule import run_forward, train_pipeline
@@ -224,7 +224,8 @@ def pipeline_step(
         numbers["step_tokens"] = [step_tokens] * count
         share = 1
     arguments |= {name: torch.tensor(n, device=mesh.device) for name, n in numbers.items()}
-    carried = decoder.carried(arguments["input_ids"].shape[0] // count, arguments)
+    rows, length = arguments["input_ids"].shape
+    carried = decoder.carried(owned_tokens(rows // count, length, mesh))
     stages = decoder.stages
     for stage in stages.values():
         stage.load = None
@@ -303,7 +304,7 @@ def pipeline_logits(decoder: Decoder, arguments: dict[str, Any]) -> tuple[torch.
     }
     for stage in decoder.stages.values():
         stage.load = None
-    carried = decoder.carried(ids.shape[0], named)
+    carried = decoder.carried(owned_tokens(ids.shape[0], ids.shape[1], mesh))
     with torch.no_grad():
         out = run_forward(
             decoder.stages,

@@ -51,6 +51,7 @@ class Tokens:
         rotation: of the positions.
         masks: sliding window (0 for none) -> mask over whole sequences; None is plainly causal.
         context: how the ranks of cp share the sequences.
+        whole: every rank of tp owns all N tokens, and T is N (a step of generation).
     """
 
     batch: int
@@ -68,6 +69,7 @@ class Tokens:
     given: int
     context: SharedSequences | None = None
     num_sequences: int = 0
+    whole: bool = False
 
     def sequences(
         self, window: int, key: DropoutKey | None, cache: LayerCache | None = None
@@ -87,6 +89,7 @@ class Tokens:
             dropout_key=key,
             context=None if self.context is None else replace(self.context, window=window),
             cache=cache,
+            whole=self.whole,
         )
 
 

@@ -17,6 +17,7 @@ from moe_tp.parallel.linear import (
 )
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.spec import Init
+from moe_tp.parallel.whole import sharers
 
 
 class GatedMLP(torch.nn.Module):
@@ -50,13 +51,17 @@ class GatedMLP(torch.nn.Module):
         self.up = ColumnParallelLinear(dim, hidden, mesh, dtype=dtype, init=init)
         self.down = RowParallelLinear(hidden, dim, mesh, dtype=dtype, init=init)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
         """Return `[T, D]` for owned tokens.
 
+        Args:
+            x_TD: owned tokens.
+            whole: every rank of tp holds all tokens; without gradient or adapter.
+
         Collectives: all-gather over tp, reduce-scatter over tp; backward the same. With uneven
-        tokens an all-reduce of one number over tp before.
+        tokens an all-reduce of one number over tp before. With `whole` those of `sum_whole`.
         """
-        tokens, group = x_TD.shape[0], self.mesh.group("tp")
+        tokens, group = x_TD.shape[0], sharers(self.mesh, whole)
         most = tokens
         if group.size > 1 and not self.even_tokens:
             count = torch.tensor([tokens], device=x_TD.device)
@@ -67,5 +72,5 @@ class GatedMLP(torch.nn.Module):
         gate_NF, up_NF = gather_linear(padded_TD, weights, [None, None], group)
         gate_NF = self.gate.with_low_rank(padded_TD, gate_NF)
         up_NF = self.up.with_low_rank(padded_TD, up_NF)
-        y_TD: torch.Tensor = self.down(self.activation.apply(gate_NF, up_NF))
+        y_TD: torch.Tensor = self.down(self.activation.apply(gate_NF, up_NF), whole=whole)
         return y_TD[:tokens].to(x_TD.dtype)

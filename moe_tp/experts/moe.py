@@ -36,7 +36,7 @@ from moe_tp.experts.losses import MoEAux, Sequences, router_losses
 from moe_tp.experts.mlp import GatedMLP
 from moe_tp.experts.pieces import run_pieces, split_in_pieces
 from moe_tp.experts.router import Router, count_load, counted_step, update_router_bias
-from moe_tp.experts.serving import ServingDispatcher
+from moe_tp.experts.serving import ServingDispatcher, WholeDispatcher
 from moe_tp.log import warn_once
 from moe_tp.parallel.collectives import raw_all_reduce
 from moe_tp.parallel.linear import ReplicatedLinear
@@ -150,7 +150,7 @@ class MoE(nn.Module):
         padded, self.own_dispatcher = router.pad_to_capacity, dispatcher is not None
         self.dispatcher = dispatcher or make_dispatcher(mesh, self.table, padded=padded)
         hidden = num_shared * expert_dim if shared_dim is None else shared_dim
-        self._serving: ServingDispatcher | None = None  # made by the first `serve`
+        self._serving: dict[bool, ServingDispatcher] = {}  # made by the first `serve`
         self.shared = self.shared_gate = None
         if hidden:
             self.shared = GatedMLP(
@@ -236,7 +236,7 @@ class MoE(nn.Module):
         self.table = self.experts.table = table
         padded = self.config.pad_to_capacity
         self.dispatcher = make_dispatcher(self.mesh, table, padded=padded)
-        self._serving = None
+        self._serving = {}
 
     def _tokens(
         self, x: torch.Tensor, mask: torch.Tensor | None
@@ -272,22 +272,28 @@ class MoE(nn.Module):
         token_ids_T: torch.Tensor | None,
         *,
         even: bool,
+        whole: bool = False,
     ) -> torch.Tensor:
         """Return the layer's output alone, for generation: nothing is dropped, counted or owed.
 
         Args:
             x_TD, mask_T, token_ids_T: as in `forward`.
             even: all ranks of ep x etp bring equally many tokens, and few of them.
+            whole: all ranks of tp bring the same tokens, see `WholeDispatcher`; they are `even`.
 
-        Collectives: those of the dispatcher, with `even` an exchange that counts nothing; those of
-            the shared expert over tp.
+        Collectives: those of the dispatcher, with `even` an exchange that counts nothing, with
+            `whole` a sum over tp; those of the shared expert over tp.
         """
-        alone = self.mesh.size("ep") * self.mesh.size("etp") == 1
+        alone = not whole and self.mesh.size("ep") * self.mesh.size("etp") == 1
         if (even or alone) and not self.own_dispatcher and serves(x_TD, self.router, self.experts):
             chosen = choose_few(x_TD, mask_T, self.router)
             if chosen is not None:
-                y_TD = self._serve_few(x_TD, *chosen, alone=alone)
-                return y_TD + self._shared(x_TD, mask_T) if self.shared is not None else y_TD
+                (ids_TK, weights_TK), serving = chosen, self._server(whole)
+                rows_TD = x_TD.to(self.experts.compute_dtype)
+                rows_ND, weights_NK, slot_NK = serving.gather(rows_TD, ids_TK, weights_TK)
+                partial_ND = compute_few(rows_ND, slot_NK.tolist(), weights_NK, self.experts)
+                y_TD = serving.scatter(partial_ND, ids_TK).to(x_TD.dtype)
+                return y_TD if self.shared is None else y_TD + self._shared(x_TD, mask_T, whole)
         assignment = self.router(x_TD, mask_T=mask_T, token_ids_T=token_ids_T)
         if self.config.capacity_factor is not None:
             # A place in an expert must not depend on the neighbours in the batch.
@@ -295,32 +301,17 @@ class MoE(nn.Module):
             assignment = assign(assignment.chosen_TK, assignment.logits_TE, config, mask_T=mask_T)
         if not even or alone:
             return self._routed_and_shared(x_TD, assignment, mask_T)[0]
-        serving = self._server()
+        serving = self._server(whole)
         received = serving.dispatch(x_TD.to(self.experts.compute_dtype), assignment)
         partial_RD = self.experts(received.rows_RD, received.pair_weight_P, received)
         y_TD = serving.combine(partial_RD, received, x_TD.dtype)
-        return y_TD + self._shared(x_TD, mask_T)
+        return y_TD + self._shared(x_TD, mask_T, whole)
 
-    def _serve_few(
-        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, *, alone: bool
-    ) -> torch.Tensor:
-        """Return what the experts make of the few tokens of a step, without the shared one.
-
-        Collectives: unless alone, those of `ServingDispatcher`.
-        """
-        rows_TD = x_TD.to(self.experts.compute_dtype)
-        serving = self._server()
-        if alone:
-            slots = serving.slots_of(ids_TK).tolist()
-            return compute_few(rows_TD, slots, weights_TK, self.experts).to(x_TD.dtype)
-        rows_ND, weights_NK, slot_NK = serving.gather(rows_TD, ids_TK, weights_TK)
-        partial_ND = compute_few(rows_ND, slot_NK.tolist(), weights_NK, self.experts)
-        return serving.scatter(partial_ND).to(x_TD.dtype)
-
-    def _server(self) -> ServingDispatcher:
-        if self._serving is None:  # its lookup is copied from the host, so not for every token
-            self._serving = ServingDispatcher(self.mesh, self.table)
-        return self._serving
+    def _server(self, whole: bool) -> ServingDispatcher:
+        if whole not in self._serving:  # its lookup is copied from the host: not for every token
+            kind = WholeDispatcher if whole else ServingDispatcher
+            self._serving[whole] = kind(self.mesh, self.table)
+        return self._serving[whole]
 
     def _routed_and_shared(
         self, x_TD: torch.Tensor, assignment: Assignment, mask_T: torch.Tensor | None
@@ -388,12 +379,14 @@ class MoE(nn.Module):
         dispatcher: object = self.dispatcher
         return dispatcher.wire(received) if isinstance(dispatcher, CountingDispatcher) else Wire()
 
-    def _shared(self, x_TD: torch.Tensor, mask_T: torch.Tensor | None) -> torch.Tensor | float:
+    def _shared(
+        self, x_TD: torch.Tensor, mask_T: torch.Tensor | None, whole: bool = False
+    ) -> torch.Tensor | float:
         """Return the shared expert's output, 0 without one and in masked rows."""
         if self.shared is None:
             return 0.0
         note("shared expert")
-        y_TD: torch.Tensor = self.shared(x_TD)
+        y_TD: torch.Tensor = self.shared(x_TD, whole=whole)
         if self.shared_gate is not None:
             gate_T1 = torch.sigmoid(self.shared_gate(x_TD))
             y_TD = y_TD * gate_T1.to(y_TD.dtype)

@@ -13,13 +13,43 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from moe_tp.experts.layer import GroupedExperts
 from moe_tp.infer.cache import Cache
 from moe_tp.models.blocks import Call
 from moe_tp.models.decoder import Decoder
 from moe_tp.models.rope import Rotation, rotation
 from moe_tp.models.tokens import Tokens, attention_masks, owned_tokens
+from moe_tp.parallel.parameter import ParallelModule
 from moe_tp.parallel.pipeline.schedule import run_forward
+from moe_tp.parallel.whole import sharers
+
+MOST_WHOLE = 64  # tokens: beyond, what travels counts for more than how often
+
+
+def keeps_whole(model: Decoder) -> bool:
+    """Return whether each rank of tp may hold all tokens of a step (`moe_tp.parallel.whole`).
+
+    Only where the ranks of tp hold all experts between them; where the router chooses by a token's
+    logits alone, so that it chooses alike on all; and without adapters, whose products share out
+    tokens.
+    """
+    mesh, router = model.mesh, model.config.moe.router
+    tp, block = mesh.size("tp"), mesh.size("ep") * mesh.size("etp")
+    return (
+        tp > 1
+        and tp % block == 0
+        and router.kind == "top_k"
+        and router.function is None
+        and not any(_adapted(module) for module in model.modules())
+    )
+
+
+def _adapted(module: nn.Module) -> bool:
+    if isinstance(module, GroupedExperts) and module.adapter is not None:
+        return True
+    return isinstance(module, ParallelModule) and module.low_rank is not None
 
 
 class Stream:
@@ -57,6 +87,7 @@ class Stream:
         windows = [(layer, config.window(layer)) for layer in held]
         self.cache = Cache(windows, length + new_tokens)
         self.turns = self._rotation(column[None])  # of all positions that there will be
+        self.whole = keeps_whole(model)
 
     def _rotation(self, positions_BS: torch.Tensor) -> Rotation:
         config, dtype = self.model.config, self.model.activation_dtype
@@ -112,8 +143,9 @@ class Stream:
         even: bool,
     ) -> Call:
         model, (batch, length) = self.model, ids_BS.shape
-        tp = self.mesh.group("tp")
-        owned = owned_tokens(batch, length, self.mesh)
+        whole = even and self.whole and batch <= MOST_WHOLE
+        tp = sharers(self.mesh, whole)
+        owned = batch if whole else owned_tokens(batch, length, self.mesh)
         rows = owned * tp.size
         mine = slice(tp.rank * owned, (tp.rank + 1) * owned)
         if not even:
@@ -138,6 +170,7 @@ class Stream:
             token_ids_BS=nothing,
             rotation=turn,
             masks=masks,
+            whole=whole,
         )
         return Call(tokens=tokens, seed=model.seed, step=0, caches=self.cache.layers, even=even)
 
@@ -152,7 +185,7 @@ def run_call(model: Decoder, call: Call) -> torch.Tensor | None:
     if not model.stages:
         out: torch.Tensor | None = model(ids_BS, call=call).logits
         return out
-    carried = model.carried(tokens.batch, {"input_ids": ids_BS})
+    carried = model.carried(len(tokens.ids_T))
     result = run_forward(
         model.stages, model.mesh, first_input=ids_BS, arguments={"call": call}, carried=carried
     )

@@ -26,6 +26,7 @@ from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import ParallelModule
 from moe_tp.parallel.product import add_product, linear, product
 from moe_tp.parallel.spec import ZEROS, Init, ParamSpec
+from moe_tp.parallel.whole import sum_whole
 from moe_tp.routing.scores import full_precision
 
 
@@ -193,11 +194,21 @@ class RowParallelLinear(ParallelModule):
             spec = ParamSpec(shape=(out,), partial=True, init=ZEROS, role="bias")
             self.add_parameter("bias", spec, dtype)
 
-    def forward(self, x_NF: torch.Tensor) -> torch.Tensor:
-        """Return `[N / tp, out]` owned rows for `[N, dim / tp]`; see `linear_scatter`."""
+    def forward(self, x_NF: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
+        """Return `[N / tp, out]` owned rows for `[N, dim / tp]`; see `linear_scatter`.
+
+        Args:
+            x_NF: all tokens, this rank's features.
+            whole: return all rows on every rank; without gradient or adapter.
+
+        Collectives: as `linear_scatter`; with `whole` as `sum_whole`.
+        """
         bias = self.local("bias") if "bias" in self.specs else None
-        y_TD = linear_scatter(x_NF, self.local("weight"), bias, self.mesh.group("tp"))
-        return self.with_low_rank(x_NF, y_TD)
+        weight, group = self.local("weight"), self.mesh.group("tp")
+        if whole:
+            y_ND = sum_whole(linear(x_NF, weight, None), group)
+            return y_ND if bias is None else y_ND + bias
+        return self.with_low_rank(x_NF, linear_scatter(x_NF, weight, bias, group))
 
 
 class ReplicatedLinear(ParallelModule):

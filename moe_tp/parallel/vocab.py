@@ -28,6 +28,7 @@ from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import ParallelModule
 from moe_tp.parallel.product import add_product, linear, product
 from moe_tp.parallel.spec import Init, ParamSpec
+from moe_tp.parallel.whole import sum_whole
 
 IGNORE = -100
 
@@ -79,13 +80,14 @@ class VocabParallelEmbedding(ParallelModule):
         )
         self.add_parameter("weight", spec, dtype)
 
-    def forward(self, ids_N: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids_N: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
         """Return the embeddings `[N / tp, D]` of the tokens this rank owns.
 
         Args:
             ids_N: ids of all tokens of the tp group, equal on its ranks; tp divides N.
+            whole: return `[N, D]` on every rank, for any N; without gradient.
 
-        Collectives: reduce-scatter over tp; backward all-gather.
+        Collectives: reduce-scatter over tp; backward all-gather; with `whole` as `sum_whole`.
         """
         group = self.mesh.group("tp")
         _check_ids(ids_N, self.vocab_size, "token")
@@ -98,7 +100,7 @@ class VocabParallelEmbedding(ParallelModule):
         x_ND = F.embedding(torch.where(here_N, local_N, 0), weight)
         # where(), not a product: an inf in row 0 must not turn the others' rows into NaN.
         x_ND = torch.where(here_N[:, None], x_ND, x_ND.new_zeros(()))
-        return reduce_scatter(x_ND, group)
+        return sum_whole(x_ND, group) if whole else reduce_scatter(x_ND, group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
