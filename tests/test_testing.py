@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +35,12 @@ def _all_fail() -> None:
 
 def _odd_error() -> None:
     raise OSError(2, "nothing there", "some/file")
+
+
+def _crash(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.abort()
+    dist.barrier()
 
 
 def _hang() -> None:
@@ -116,11 +123,20 @@ def test_a_dead_rank_is_named() -> None:
     assert time.monotonic() - start < 10
 
 
+def test_a_crash_shows_where() -> None:
+    """F1: the Python stack at a fatal signal."""
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2: .*exit code -6") as caught:
+        run_ranks(_crash, 2, 1)
+    assert "in _crash" in str(caught.value)
+
+
 def test_the_news_of_a_death_may_come_late() -> None:
     """F1: a rank that lost its peer is no first cause, however early it says so."""
     lost = Failure(1.0, None, "RuntimeError", "[pair.cc:553] Connection closed by peer", "")
     died = Failure(2.0, None, "RankFailedError", "died with exit code -9", "")
     assert "rank 1 of 2: RankFailedError: died" in str(labelled({0: lost, 1: died}, 2))
+    wrapped = Failure(1.0, None, "RuntimeError", "Failed to run stage", f"{lost.message}\nabove")
+    assert "rank 1 of 2: RankFailedError: died" in str(labelled({0: wrapped, 1: died}, 2))
 
 
 def test_run_crash_reports_each_rank() -> None:
@@ -203,3 +219,42 @@ def test_ranks_that_do_not_meet_are_started_anew(monkeypatch: pytest.MonkeyPatch
     ):
         run_ranks(_paths, 2, "here")
     assert asked == [2, 2]
+
+
+class _LosesPeers:
+    """An argument whose arrival fails as a connection does, for as many arrivals as are wanted."""
+
+    def __init__(self, folder: Path, times: int) -> None:
+        self.folder, self.times = folder, times
+
+    def __reduce__(self) -> tuple[object, tuple[Path, int]]:
+        return _arrive, (self.folder, self.times)
+
+
+def _arrive(folder: Path, times: int) -> str:
+    (folder / f"{len(list(folder.iterdir()))}-{os.getpid()}").touch()
+    if len(list(folder.iterdir())) <= times:
+        raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:3287")
+    return "here"
+
+
+def _loses_peers(folder: Path) -> None:
+    (folder / str(os.getpid())).touch()
+    raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:3287")
+
+
+def test_ranks_that_lose_each_other_before_the_call_are_started_anew(tmp_path: Path) -> None:
+    """F1: and never after the function began on one of them."""
+    with pytest.warns(UserWarning, match="new ranks are started: .*Connection closed by peer"):
+        assert run_ranks(_paths, 1, _LosesPeers(tmp_path, 1)) == ["here"]
+    (tmp_path / "begun").mkdir()
+    with pytest.raises(RuntimeError, match=r"rank 0 of 1: .*Connection closed by peer"):
+        run_ranks(_loses_peers, 1, tmp_path / "begun")
+    assert len(list((tmp_path / "begun").iterdir())) == 1
+    (tmp_path / "always").mkdir()
+    with (
+        pytest.warns(UserWarning, match="new ranks are started"),
+        pytest.raises(RuntimeError, match=r"rank 0 of 1: .*Connection closed by peer"),
+    ):
+        run_ranks(_paths, 1, _LosesPeers(tmp_path / "always", 9))
+    assert len(list((tmp_path / "always").iterdir())) == 2

@@ -27,12 +27,13 @@ _PRELOAD = [
     "torch.distributed",
     "torch.distributed.tensor",
     "torch.distributed.device_mesh",
+    "torch.distributed.pipelining",
 ]
 _GRACE_S = 1.0  # how long the other ranks may take to answer once one has failed
 _START_S = 120.0
-# Ranks that have not met by then never will: gloo's connections stall once in many thousand calls.
-# Nothing of the function has run, so it may be called again, on new processes.
-_MEET_S = 30.0
+# Ranks that have not met by then never will: gloo's connections stall, or close, once in many
+# thousand calls. Nothing of the function has run, so it may be called again, on new processes.
+_MEET_S = 60.0
 _MEETINGS = 2
 # torch caches keep some groups of past calls alive, and each holds gloo threads: past this many a
 # process is replaced, before thousands of idle threads slow every rank of the machine.
@@ -48,6 +49,7 @@ class Failure:
     kind: str
     message: str
     trace: str
+    met: bool = True  # False: the ranks had not met, so the function did not start on any
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +80,17 @@ class Pool:
         with tempfile.TemporaryDirectory(prefix="moe_tp_ranks_") as folder:
             for attempt in range(_MEETINGS):
                 self._grow(world_size)
-                workers = self.workers[:world_size]
                 store = os.path.join(folder, f"store{attempt}")
-                self._ask(workers, (list(sys.path), os.getcwd(), store, world_size, timeout, body))
-                if connection.wait([worker.channel for worker in workers], _MEET_S):
+                request = list(sys.path), os.getcwd(), store, world_size, timeout, body
+                workers = self.workers[:world_size]
+                answers, not_met = self._attempt(workers, request, timeout)
+                if not_met is None or attempt + 1 == _MEETINGS:
                     break
-                said = self._end(workers, list(range(world_size)), "meet", _MEET_S)
-                if attempt + 1 == _MEETINGS:
-                    raise TimeoutError(said)
-                warnings.warn(f"new ranks are started: {said}", stacklevel=3)
+                self.kill()
                 self.busy = True
-            answers = self._collect(workers, timeout)
+                warnings.warn(f"new ranks are started: {not_met}", stacklevel=3)
+        if not answers:
+            raise TimeoutError(not_met)
         failures = {r: a for r, a in enumerate(answers) if isinstance(a, Failure)}
         if failures:
             if len(failures) < world_size or not all(f.trace for f in failures.values()):
@@ -99,6 +101,21 @@ class Pool:
         if max(_num_threads(worker.process.pid) for worker in workers) > _MOST_THREADS:
             self.kill()
         return [pickle.loads(answer) for answer in answers if isinstance(answer, bytes)]
+
+    def _attempt(
+        self, workers: list[_Worker], request: tuple[Any, ...], timeout: float
+    ) -> tuple[list[bytes | Failure], str | None]:
+        """Return the ranks' answers, and why the function began on none where gloo is the cause."""
+        self._ask(workers, request)
+        ranks = list(range(len(workers)))
+        if not connection.wait([worker.channel for worker in workers], _MEET_S):
+            return [], self._end(workers, ranks, "meet", _MEET_S)
+        answers = self._collect(workers, timeout)
+        failures = {r: a for r, a in zip(ranks, answers, strict=True) if isinstance(a, Failure)}
+        if len(failures) < len(workers) or any(f.met for f in failures.values()):
+            return answers, None
+        lost = any(reads_like_a_lost_peer(f.message) for f in failures.values())
+        return answers, str(labelled(failures, len(workers))) if lost else None
 
     def _ask(self, workers: list[_Worker], call: tuple[Any, ...]) -> None:
         request = pickle.dumps(call)
@@ -145,6 +162,7 @@ class Pool:
 
     def _collect(self, workers: list[_Worker], timeout: float) -> list[bytes | Failure]:
         """Return each rank's answer: a `Failure` where it failed, died or hangs after one."""
+        met: set[int] = set()
         answers: list[bytes | Failure | None] = [None] * len(workers)
         deadline = time.monotonic() + timeout
         while None in answers:
@@ -160,13 +178,16 @@ class Pool:
             for rank in open_ranks:
                 if workers[rank].channel not in ready:
                     continue
-                answer = answers[rank] = _receive(workers[rank])  # None: it has met the others
+                answer = answers[rank] = _receive(workers[rank], rank in met)
+                if answer is None:
+                    met.add(rank)
                 if isinstance(answer, Failure):
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
-        hangs = Failure(
-            time.time(), None, "RankFailedError", "still ran when another rank failed", ""
-        )
-        return [hangs if answer is None else answer for answer in answers]
+        said = "still ran when another rank failed"
+        return [
+            Failure(time.time(), None, "RankFailedError", said, "", r in met) if a is None else a
+            for r, a in enumerate(answers)
+        ]
 
 
 POOL = Pool()
@@ -194,27 +215,30 @@ def one_thread() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _receive(worker: _Worker) -> bytes | Failure | None:
+def _receive(worker: _Worker, met: bool) -> bytes | Failure | None:
+    """Return an answer, None where the rank says that it has met the others."""
     try:
         kind, body = pickle.loads(worker.channel.recv_bytes())
     except (EOFError, ConnectionResetError):
         worker.process.join(5.0)
-        code = worker.process.exitcode
-        return Failure(time.time(), None, "RankFailedError", f"died with exit code {code}", "")
+        said, stack = f"died with exit code {worker.process.exitcode}", read_text(worker.stack_file)
+        said += f"; it was here:\n{stack.strip()}" if stack else ""
+        return Failure(time.time(), None, "RankFailedError", said, "", met)
     if kind == "met":
         return None
-    return body if kind == "ok" else Failure(*body)
+    return body if kind == "ok" else Failure(*body, met=met)
 
 
 def labelled(failures: dict[int, Failure], world_size: int) -> BaseException:
     """Return the first cause as an exception of its own type, with rank and traceback.
 
-    That is the earliest failure which does not read like the loss of a peer: under load the news
-    of a death can come after the complaints of those who lost it.
+    That is the earliest failure which does not read like the loss of a peer, nor was raised from
+    such a one: under load the news of a death can come after the complaints of those who lost it.
     """
 
     def order(rank: int) -> tuple[bool, float]:
-        return reads_like_a_lost_peer(failures[rank].message), failures[rank].when
+        failure = failures[rank]
+        return reads_like_a_lost_peer(failure.message + failure.trace), failure.when
 
     rank = min(failures, key=order)
     first = failures[rank]

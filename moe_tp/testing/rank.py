@@ -31,6 +31,7 @@ def serve(channel: connection.Connection, rank: int, stack_file: str) -> None:
     torch.set_num_threads(1)
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        faulthandler.enable(file=stacks)  # a crash in C leaves the Python stack here too
         gc.freeze()  # what torch has made by now need not be looked at after every call
         channel.send_bytes(b"ready")
         while True:
@@ -48,6 +49,7 @@ def _answer(rank: int, request: bytes, channel: connection.Connection) -> tuple[
         os.chdir(folder)
         fn, args = pickle.loads(body)
         with _group(store, rank, world_size, timeout):
+            dist.barrier()  # where one rank begins, no other can still fail to connect
             channel.send_bytes(pickle.dumps(("met", None)))
             try:
                 return "ok", pickle.dumps(fn(*args))
