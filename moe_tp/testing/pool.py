@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -226,7 +226,7 @@ def _receive(worker: _Worker, met: bool) -> bytes | Failure | None:
         return Failure(time.time(), None, "RankFailedError", said, "", met)
     if kind == "met":
         return None
-    return body if kind == "ok" else Failure(*body, met=met)
+    return body if kind == "ok" else replace(Failure(*body), met=met)
 
 
 def labelled(failures: dict[int, Failure], world_size: int) -> BaseException:
