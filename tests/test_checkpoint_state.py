@@ -2,97 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import tiny_hubs
 import torch
 import yaml
+from resumable import MIXTRAL, MODELS, curve, run, settings, stop_after, write_inputs
 from safetensors.torch import load_file
 
 from moe_tp.checkpoint.state import load_state, save_state
 from moe_tp.checkpoint.states import list_states, newest_state, open_state, state_folder
 from moe_tp.cli.main import main
 from moe_tp.errors import CheckpointError, ConfigError, MoeTpError
-from moe_tp.models import ModelConfig, build, save_pretrained
+from moe_tp.models import ModelConfig, build
 from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.layout import ParallelLayout, Runtime
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import named_specs
 from moe_tp.parallel.shards import full_logical, local_index, to_local
 from moe_tp.testing import run_crash, run_ranks
-from moe_tp.train.config import FinetuneConfig
-from moe_tp.train.loop import Run, finetune
-from moe_tp.train.settings import from_mapping
-
-MIXTRAL: dict[str, Any] = {
-    **tiny_hubs.MIXTRAL,
-    "router_aux_loss_coef": 0.0,
-    "tie_word_embeddings": True,
-}
-DEEPSEEK = tiny_hubs.DEEPSEEK
-MODELS = {"mixtral": MIXTRAL, "deepseek": DEEPSEEK}
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random models, and data that they can learn."""
     root = tmp_path_factory.mktemp("state")
-    for name, hub in MODELS.items():
-        model = build(ModelConfig.from_hub(hub), Mesh.single(), seed=1)
-        save_pretrained(model, root / name)
-        (root / name / "tokenizer_config.json").write_text('{"eos_token": "x"}')
-    generator = np.random.default_rng(0)
-    lines = []
-    for _ in range(40):
-        start, step = generator.integers(0, 61), generator.integers(1, 4)
-        ids = (start + step * np.arange(generator.integers(3, 30))) % 61
-        lines.append(json.dumps({"input_ids": ids.tolist()}))
-    (root / "train.jsonl").write_text("\n".join(lines))
+    write_inputs(root)
     return root
-
-
-def settings(root: Path, output: str, model: str = "mixtral", **train: Any) -> dict[str, Any]:
-    return {
-        "model": str(root / model),
-        "output": str(root / output),
-        "seed": 5,
-        "data": {"train": str(root / "train.jsonl"), "seq_len": 24},
-        "runtime": {"master_dtype": "float64"},
-        "train": {
-            "steps": 6,
-            "micro_batch": 2,
-            "global_batch": 8,
-            "lr": 1e-2,
-            "warmup_steps": 2,
-            "weight_decay": 0.1,
-            "residual_dropout": 0.1,
-            "save_every": 3,
-            **train,
-        },
-    }
-
-
-def make_run(tree: dict[str, Any]) -> tuple[FinetuneConfig, Mesh]:
-    config = from_mapping(FinetuneConfig, tree, "test")
-    split = torch.distributed.is_initialized()
-    return config, Mesh(config.parallel, config.runtime) if split else Mesh.single(config.runtime)
-
-
-def run(tree: dict[str, Any], resume: bool = False) -> dict[str, Any]:
-    return finetune(*make_run(tree), quiet=True, resume=resume)
-
-
-def curve(output: Path) -> list[tuple[int, float, float, float, int]]:
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    names = ("step", "loss", "grad_norm", "lr", "total_tokens")
-    return [tuple(line[name] for name in names) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -155,26 +95,6 @@ def test_another_layout_goes_on_with_the_same_losses(
     run_ranks(run, 2, {**tree, "parallel": second}, True)
     for found, expected in zip(curve(root / output), curve(whole_runs[name]), strict=True):
         assert np.allclose(found, expected, rtol=0, atol=1e-9), (found, expected)
-
-
-def stop_after(
-    tree: dict[str, Any], steps: int, signals: tuple[int, ...] = (signal.SIGTERM,)
-) -> dict[str, Any]:
-    """A run that gets signals while it does a step."""
-    training = Run(*make_run(tree), quiet=True)
-    step = training.train_step
-
-    def train_step() -> tuple[dict[str, Any], dict[str, Any]]:
-        if (
-            training.step == steps - 1
-            and training.mesh.rank == training.mesh.group("world").size - 1
-        ):
-            for number in signals:
-                os.kill(os.getpid(), number)
-        return step()
-
-    training.train_step = train_step  # type: ignore[method-assign]
-    return training.go()
 
 
 def test_sigterm_saves_at_the_end_of_the_step(root: Path, whole_runs: dict[str, Path]) -> None:
@@ -281,7 +201,7 @@ def test_large_tensors_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_correction_bias_keeps_its_bits(tmp_path: Path) -> None:
     """C48: fp32 beside bf16 weights, through save and load."""
     values = torch.tensor([10.16, 10.17, 10.18, 10.20])
-    config = ModelConfig.from_hub(DEEPSEEK)
+    config = ModelConfig.from_hub(MODELS["deepseek"])
     model = build(config, Mesh.single(), seed=1, dtype=torch.bfloat16)
     (name,) = [e.fqn for e in named_specs(model) if e.name == "correction_bias"]
     with torch.no_grad():

@@ -20,10 +20,13 @@ from moe_tp import __version__
 from moe_tp.cli import launcher
 from moe_tp.cli.environment import RUN_FOLDER, Place, find_place
 from moe_tp.cli.failures import exit_code
+from moe_tp.cli.leaving import leave_at_sigterm
 from moe_tp.cli.notices import shown
 from moe_tp.errors import ConfigError, MoeTpError
 
 __all__ = ["entry", "main"]
+
+_RANKS = ("RANK", "SLURM_PROCID")  # variables of torchrun and our launcher, of Slurm
 
 # One file a command; the summary stands here too, so that `moe-tp --help` loads none of them.
 COMMANDS = {
@@ -101,18 +104,27 @@ def check_results(options: argparse.Namespace) -> None:
 def entry() -> None:
     """End the process with the exit code of `main`, or with 130 where a signal has stopped it.
 
-    SIGTERM is taken as Ctrl-C is, from here until a run that saves has a handler of its own. The
-    ranks of a run keep the default: a handler of Python waits as long as a collective does.
+    SIGTERM is taken as Ctrl-C is, from here until a run that saves has a handler of its own. A
+    rank of torchrun or Slurm, which may be inside a collective, leaves at once; a rank of our
+    launcher, which speaks for it, keeps the default.
     """
-    if not {"RANK", "SLURM_STEP_ID"} & os.environ.keys():
+    rank = next((os.environ[name] for name in _RANKS if name in os.environ), None)
+    if rank is None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+    elif RUN_FOLDER not in os.environ:
+        leave_at_sigterm(stopped(rank))
     try:
         code = main()
     except KeyboardInterrupt:
         code = 130
         if RUN_FOLDER not in os.environ:
-            print("moe-tp: stopped by a signal", file=sys.stderr)
+            print(stopped(rank), file=sys.stderr)
     sys.exit(code)
+
+
+def stopped(rank: str | None) -> str:
+    """Return what stderr shows of a signal."""
+    return f"moe-tp: {'' if rank is None else f'rank {rank}: '}stopped by a signal"
 
 
 class _WithDefaults(argparse.HelpFormatter):
