@@ -22,11 +22,13 @@ from moe_tp.models import ModelConfig, build, from_pretrained, save_pretrained
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.shards import to_local
 from moe_tp.testing import run_ranks
+from moe_tp.train import lock
 from moe_tp.train.baseline import unigram_loss
 from moe_tp.train.checks import warn_of_final
 from moe_tp.train.config import FinetuneConfig
 from moe_tp.train.data import read_documents
 from moe_tp.train.documents import Document
+from moe_tp.train.lock import alone_in
 from moe_tp.train.loop import Run, finetune
 from moe_tp.train.overrides import set_residual_dropout
 from moe_tp.train.probe import check_probe
@@ -150,6 +152,19 @@ def held_out_loss(folder: Path, model_folder: Path) -> float:
             total += float(model(**batch).loss) * count
         targets += count
     return total / targets
+
+
+def test_two_runs_do_not_share_an_output(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F3: their metrics and checkpoints would mix, and both end with exit code 0."""
+    monkeypatch.setattr(lock, "PATIENCE", 0.3)
+    mesh, output = Mesh.single(), folder / "shared"
+    config = from_mapping(FinetuneConfig, settings(folder, "shared", steps=1), "test")
+    with alone_in(output, mesh), pytest.raises(ConfigError, match="another run writes there now"):
+        finetune(config, mesh, quiet=True)
+    assert list(output.iterdir()) == []
+    assert finetune(config, mesh, quiet=True)["steps"] == 1
+    with alone_in(output, mesh):
+        pass  # the run has given it back
 
 
 def test_the_run_learns_and_writes_its_folder(

@@ -27,6 +27,7 @@ from moe_tp.train.freeze import choose_trained
 from moe_tp.train.health import hopeless, non_finite_parameter, peak_memory
 from moe_tp.train.journal import Journal
 from moe_tp.train.load import StepLoad, step_load
+from moe_tp.train.lock import alone_in
 from moe_tp.train.lora import apply_lora, merge_lora
 from moe_tp.train.lora_io import save_adapter
 from moe_tp.train.optim import make_optimizer, rate_factor, set_rate
@@ -71,12 +72,13 @@ def finetune(
     train, held_out = data_together(lambda: [*map(list_files, (data.train, data.eval))], mesh)
     checks.warn_of_files(train, held_out)
     mesh.agree("the settings of the run", repr(config))
-    checkpoint = find_checkpoint(config, mesh, resume=resume)
-    run = Run(config, mesh, quiet=quiet)
-    if checkpoint is not None:
-        run.restore(checkpoint)
-    together(run.write_settings, mesh.group("world"), mesh.device)
-    return run.go()
+    with alone_in(Path(config.output), mesh):
+        checkpoint = find_checkpoint(config, mesh, resume=resume)
+        run = Run(config, mesh, quiet=quiet)
+        if checkpoint is not None:
+            run.restore(checkpoint)
+        together(run.write_settings, mesh.group("world"), mesh.device)
+        return run.go()
 
 
 class Run:
