@@ -25,7 +25,7 @@ from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import named_specs
 from moe_tp.parallel.shards import to_local
 from moe_tp.plan.job import Job, check
-from moe_tp.plan.params import hold
+from moe_tp.plan.params import hold, pieces
 from moe_tp.testing import run_ranks
 from moe_tp.train import LoRAConfig, apply_lora, load_adapter, merge_lora
 from moe_tp.train.step import forward_backward
@@ -174,7 +174,8 @@ def test_the_plan_counts_it(kind: str) -> None:
     """P1: the planner's bytes of a layer's weights are those that are held."""
     model = adapted({}, "mixtral", kind, {})
     job = Job(mode="lora", lora_base=kind, compute_bytes=4)  # type: ignore[arg-type]
-    want = hold(model.config, "moe", ParallelLayout(dp=1, ep=1, etp=1), job).weights
+    layout = ParallelLayout(dp=1, ep=1, etp=1)
+    want = hold(model.config, "moe", pieces(model.config, "moe", layout), layout, job).weights
     for block in model.blocks:
         tensors = dict(block.named_parameters()) | {
             n: b for n, b in block.named_buffers() if ".quantized." in n
