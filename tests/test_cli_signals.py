@@ -31,6 +31,7 @@ def test_while_a_command_is_imported(
 
     def slow_import(name: str) -> Any:
         os.kill(os.getpid(), how)
+        time.sleep(10.0)  # another thread may be given the signal, and tells this one
         raise AssertionError(f"{name} is imported in spite of the signal")
 
     monkeypatch.setattr(sys, "argv", ["moe-tp", "finetune", "run.yaml"])
