@@ -8,8 +8,9 @@ if __name__ != "moe_tp.models":
         "make a second copy of every class; write 'import moe_tp.models'"
     )
 
-import importlib
 from typing import TYPE_CHECKING
+
+from moe_tp.lazy import on_first_use
 
 if TYPE_CHECKING:
     from moe_tp.models.config import ModelConfig
@@ -26,11 +27,4 @@ _HOME = {
 
 __all__ = ["ModelConfig", "build", "from_pretrained", "preset", "save_pretrained"]
 
-
-def __getattr__(name: str) -> object:
-    """Return a public name, importing its module the first time it is asked for."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'moe_tp.models' has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = on_first_use(__name__, _HOME)

@@ -6,8 +6,9 @@ else.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from moe_tp.lazy import on_first_use
 
 __version__ = "0.1.0"
 
@@ -50,16 +51,4 @@ __all__ = [
     "update_router_bias",
 ]
 
-
-def __getattr__(name: str) -> object:
-    """Return the public name, importing its module the first time it is asked for."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'moe_tp' has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """Return the public names, loaded or not."""
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_first_use(__name__, _HOME)

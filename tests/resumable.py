@@ -1,4 +1,4 @@
-"""Small runs that stop and go on; for test_checkpoint_state.py and test_train_resume_lora.py."""
+"""Small runs that stop and go on, and data that they can learn; shared by the tests of runs."""
 
 from __future__ import annotations
 
@@ -27,19 +27,23 @@ DEEPSEEK = tiny_hubs.DEEPSEEK
 MODELS = {"mixtral": MIXTRAL, "deepseek": DEEPSEEK}
 
 
+def learnable(generator: np.random.Generator, count: int) -> list[str]:
+    """JSON lines of ids, each going up by a step of its own, which a small model can learn."""
+    lines = []
+    for _ in range(count):
+        start, step = generator.integers(0, 61), generator.integers(1, 4)
+        ids = (start + step * np.arange(generator.integers(3, 30))) % 61
+        lines.append(json.dumps({"input_ids": ids.tolist()}))
+    return lines
+
+
 def write_inputs(root: Path) -> None:
     """Write random models, and data that they can learn."""
     for name, hub in MODELS.items():
         model = build(ModelConfig.from_hub(hub), Mesh.single(), seed=1)
         save_pretrained(model, root / name)
         (root / name / "tokenizer_config.json").write_text('{"eos_token": "x"}')
-    generator = np.random.default_rng(0)
-    lines = []
-    for _ in range(40):
-        start, step = generator.integers(0, 61), generator.integers(1, 4)
-        ids = (start + step * np.arange(generator.integers(3, 30))) % 61
-        lines.append(json.dumps({"input_ids": ids.tolist()}))
-    (root / "train.jsonl").write_text("\n".join(lines))
+    (root / "train.jsonl").write_text("\n".join(learnable(np.random.default_rng(0), 40)))
 
 
 def settings(root: Path, output: str, model: str = "mixtral", **train: Any) -> dict[str, Any]:

@@ -102,6 +102,32 @@ def test_the_public_surface_imports() -> None:
     _run(sys.executable, "-c", SURFACE)
 
 
+LAZY = """
+import importlib, sys
+package = importlib.import_module(sys.argv[1])
+homes = package._HOME
+assert not [home for home in homes.values() if home in sys.modules]
+assert set(package.__all__) <= set(dir(package)) == {*dir(package), *vars(package)}
+try:
+    package.nothing
+except AttributeError as error:
+    assert str(error) == f"module '{sys.argv[1]}' has no attribute 'nothing'"
+else:
+    raise AssertionError
+for name, home in homes.items():
+    assert getattr(package, name) is getattr(importlib.import_module(home), name)
+    assert name in vars(package)
+"""
+
+
+@pytest.mark.parametrize(
+    "package", ["moe_tp", *(f"moe_tp.{n}" for n in ("checkpoint", "models", "train", "verify"))]
+)
+def test_lazy_names(package: str) -> None:
+    """Listed before they are loaded, loaded from their homes, and then kept."""
+    _run(sys.executable, "-c", LAZY, package)
+
+
 def test_routing_and_plan_load_nothing_that_they_do_without() -> None:
     """A plan takes seconds: DTensor, loading and training are not among them."""
     code = "print(*[m for m in sys.modules if m[:6] in ('moe_tp', 'torch.')])"
@@ -109,7 +135,7 @@ def test_routing_and_plan_load_nothing_that_they_do_without() -> None:
         sys.executable, "-c", f"import sys, moe_tp.routing; {code}; import moe_tp.cli.plan; {code}"
     ).splitlines()
     rooms = {name.split(".")[1] for name in routing.split() if name.startswith("moe_tp.")}
-    assert rooms <= {"routing", "errors", "log"}
+    assert rooms <= {"routing", "errors", "lazy", "log"}
     heavy = {"torch.distributed.tensor", "moe_tp.checkpoint.load", "moe_tp.train"}
     assert not heavy & set(plan.split())
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from resumable import learnable, make_run
 from safetensors.torch import load_file
 from tiny_hubs import MIXTRAL
 
@@ -53,12 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "model" / "tokenizer_config.json").write_text('{"eos_token": "x"}')
     generator = np.random.default_rng(0)
     for name, count in (("train", 40), ("eval", 7)):
-        lines = []
-        for _ in range(count):
-            start, step = generator.integers(0, 61), generator.integers(1, 4)
-            ids = (start + step * np.arange(generator.integers(3, 30))) % 61
-            lines.append(json.dumps({"input_ids": ids.tolist()}))
-        (root / f"{name}.jsonl").write_text("\n".join(lines))
+        (root / f"{name}.jsonl").write_text("\n".join(learnable(generator, count)))
     return root
 
 
@@ -90,9 +86,7 @@ def settings(folder: Path, output: str, **train: Any) -> dict[str, Any]:
 
 def run(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """The result of a run on the ranks there are, and its curves."""
-    config = from_mapping(FinetuneConfig, tree, "test")
-    split = torch.distributed.is_initialized()
-    mesh = Mesh(config.parallel, config.runtime) if split else Mesh.single(config.runtime)
+    config, mesh = make_run(tree)
     result = finetune(config, mesh, quiet=True)
     return result, curves(Path(config.output))
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from resumable import learnable, make_run
 from tiny_hubs import DEEPSEEK
 
 from moe_tp.checkpoint.state import save_state
@@ -35,9 +36,7 @@ from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.shards import to_local
 from moe_tp.testing import run_crash
 from moe_tp.train import resume
-from moe_tp.train.config import FinetuneConfig
 from moe_tp.train.loop import Run, finetune
-from moe_tp.train.settings import from_mapping
 
 HUB = DEEPSEEK
 EVERY = 2  # steps between checkpoints
@@ -48,12 +47,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with a moving bias, and data that it can learn."""
     root = tmp_path_factory.mktemp("resume")
     save_pretrained(build(ModelConfig.from_hub(HUB), Mesh.single(), seed=1), root / "model")
-    generator = np.random.default_rng(0)
-    lines = []
-    for _ in range(40):
-        start, step = generator.integers(0, 61), generator.integers(1, 4)
-        ids = (start + step * np.arange(generator.integers(3, 30))) % 61
-        lines.append(json.dumps({"input_ids": ids.tolist()}))
+    lines = learnable(np.random.default_rng(0), 40)
     (root / "train.jsonl").write_text("\n".join(lines))
     (root / "eval.jsonl").write_text("\n".join(lines[:4]))
     return root
@@ -67,12 +61,6 @@ def settings(root: Path, output: str, **train: Any) -> dict[str, Any]:
         "runtime": {"master_dtype": "float64"},
         "train": {"steps": 4, "micro_batch": 2, "global_batch": 8, "lr": 1e-2, **train},
     }
-
-
-def make_run(tree: dict[str, Any]) -> tuple[FinetuneConfig, Mesh]:
-    config = from_mapping(FinetuneConfig, tree, "test")
-    split = torch.distributed.is_initialized()
-    return config, Mesh(config.parallel, config.runtime) if split else Mesh.single(config.runtime)
 
 
 def losses(output: Path) -> list[float]:

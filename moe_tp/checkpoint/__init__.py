@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from moe_tp.lazy import on_first_use
 
 if TYPE_CHECKING:
     from moe_tp.checkpoint.export import export_folder
@@ -45,11 +46,4 @@ __all__ = [
     "save_hub",
 ]
 
-
-def __getattr__(name: str) -> object:
-    """Return a public name, importing its module the first time it is asked for."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'moe_tp.checkpoint' has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = on_first_use(__name__, _HOME)

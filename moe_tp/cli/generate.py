@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from moe_tp.checkpoint.scan import model_of_run
+from moe_tp.checkpoint.scan import CONFIG, model_of_run
 from moe_tp.checkpoint.states import is_state
 from moe_tp.cli.options import (
     add_json_argument,
@@ -114,7 +114,7 @@ def check_kind(folder: Path) -> None:
             f"{folder} is a training checkpoint; write it as a model folder first: moe-tp "
             f"export {folder} OUT"
         )
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+    if (folder / "adapter_config.json").is_file() and not (folder / CONFIG).is_file():
         raise ConfigError(
             f"{folder} is an adapter and no model; give the model with the adapter merged in, as "
             f"a run's final/ is"

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from moe_tp.checkpoint.scan import CONFIG
 from moe_tp.cli.options import (
     add_json_argument,
     add_layout_arguments,
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     """
     dtype = parse_dtype(options.dtype)
     config = configuration(options.family, options.preset, options.set)
-    if Path(options.out, "config.json").is_file():
+    if Path(options.out, CONFIG).is_file():
         raise ConfigError(
             f"{options.out} holds a model, which random weights would replace; choose another "
             f"folder or remove it yourself"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from moe_tp.checkpoint.scan import CONFIG
 from moe_tp.cli.options import add_json_argument, say, write_json
 from moe_tp.errors import ConfigError
 from moe_tp.models import ModelConfig
@@ -184,7 +185,7 @@ def _config(text: str) -> ModelConfig:
             f"{text} is no folder, no config.json and no FAMILY:PRESET; families are "
             f"{', '.join(model_types())}; of a model on the hub its config.json is enough"
         )
-    file = path / "config.json" if path.is_dir() else path
+    file = path / CONFIG if path.is_dir() else path
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

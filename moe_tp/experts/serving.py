@@ -17,9 +17,8 @@ import torch
 from moe_tp.errors import RankMismatchError
 from moe_tp.experts.dispatch import Received
 from moe_tp.experts.local import sort_pairs
-from moe_tp.parallel.collectives import raw_all_gather, raw_reduce_scatter_rows
+from moe_tp.parallel.collectives import add_in_order, raw_all_gather, raw_reduce_scatter_rows
 from moe_tp.parallel.mesh import Mesh
-from moe_tp.parallel.whole import add_in_order
 from moe_tp.routing.assignment import Assignment
 from moe_tp.routing.table import ExpertTable, slots_of_ids
 

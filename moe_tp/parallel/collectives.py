@@ -110,6 +110,14 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
+def add_in_order(parts: torch.Tensor) -> torch.Tensor:
+    """Return the sum over dimension 0 in its order, in fp32 or more, rounded once."""
+    total = parts[0].to(accumulate_dtype(parts.dtype), copy=True)
+    for part in parts[1:].unbind(0):
+        total += part
+    return total.to(parts.dtype)
+
+
 # --- raw collectives: no autograd ---------------------------------------------------------------
 
 
@@ -227,11 +235,8 @@ def raw_reduce_scatter_rows(
     mine = counts[group.rank]
     parts = raw_all_to_all(
         x_RD, counts, [mine] * group.size, group, phase=phase, op="reduce_scatter"
-    ).view(group.size, mine, *x_RD.shape[1:])
-    total = parts[0].to(accumulate_dtype(x_RD.dtype), copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(x_RD.dtype)
+    )
+    return add_in_order(parts.view(group.size, mine, *x_RD.shape[1:]))
 
 
 def raw_all_gather_rows(

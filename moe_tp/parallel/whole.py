@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_tp.parallel.collectives import Group, accumulate_dtype, raw_all_gather
+from moe_tp.parallel.collectives import Group, add_in_order, raw_all_gather
 from moe_tp.parallel.mesh import Mesh
 
 
@@ -41,11 +41,3 @@ def sum_whole(x_ND: torch.Tensor, group: Group) -> torch.Tensor:
     if group.size == 1:
         return x_ND
     return add_in_order(raw_all_gather(x_ND[None], group))
-
-
-def add_in_order(x_PND: torch.Tensor) -> torch.Tensor:
-    """Return the sum over dimension 0 in its order, in fp32 or more, rounded once."""
-    total = x_PND[0].to(accumulate_dtype(x_PND.dtype), copy=True)
-    for part in x_PND[1:].unbind(0):
-        total += part
-    return total.to(x_PND.dtype)

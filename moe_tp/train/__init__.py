@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from moe_tp.lazy import on_first_use
 
 if TYPE_CHECKING:
     from moe_tp.train.lora import LoRAConfig, apply_lora, merge_lora
@@ -19,16 +20,4 @@ _HOME = {
 
 __all__ = ["LoRAConfig", "apply_lora", "load_adapter", "merge_lora", "save_adapter"]
 
-
-def __getattr__(name: str) -> object:
-    """Return the public name, importing its module the first time it is asked for."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'moe_tp.train' has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """Return the public names, loaded or not."""
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_first_use(__name__, _HOME)

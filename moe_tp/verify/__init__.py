@@ -8,8 +8,9 @@ a fault in a dispatcher, a collective, a router or a name rule cannot hide by be
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from moe_tp.lazy import on_first_use
 
 if TYPE_CHECKING:
     from moe_tp.verify.compare import Report
@@ -17,11 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Report", "verify"]
 
-_WHERE = {"Report": "moe_tp.verify.compare", "verify": "moe_tp.verify.run"}
+_HOME = {"Report": "moe_tp.verify.compare", "verify": "moe_tp.verify.run"}
 
-
-def __getattr__(name: str) -> Any:
-    """Return a public name; its module is imported at first use, so the reference loads alone."""
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_WHERE[name]), name)
+# On first use, so that the reference loads alone.
+__getattr__, __dir__ = on_first_use(__name__, _HOME)
