@@ -85,7 +85,7 @@ class Run:
     """A fine-tuning run in progress.
 
     Args:
-        config: the settings; their output folder is made by `alone_in`, before the run.
+        config: the settings.
         mesh: the mesh.
         quiet: show no progress.
 
@@ -100,6 +100,7 @@ class Run:
         self.config, self.mesh = config, mesh
         self.output, self.first = Path(config.output), mesh.rank == 0
         self.quiet = quiet or not self.first
+        together(self._open_output, mesh.group("world"), mesh.device)
         # Master weights are fp32 unless the runtime names another dtype: an update of lr x 1 is
         # lost in bf16 as soon as a weight is 256 times larger.
         self.model = from_pretrained(
@@ -348,6 +349,10 @@ class Run:
         if self.held_out is None or self.rows is None or not self.first:
             return None
         return unigram_loss(self.rows, self.held_out, self.model.config.vocab_size)
+
+    def _open_output(self) -> None:
+        if self.first:
+            checks.make_output(self.output)
 
     def write_settings(self) -> None:
         """Write the resolved settings, which a resume that is refused must leave as they were."""
