@@ -18,7 +18,7 @@ def on_first_use(
     """Return the functions `__getattr__` and `__dir__` of a package.
 
     Args:
-        package: its `__name__`; it has an `__all__`.
+        package: its `__name__`; its `__all__` has the names of `homes`.
         homes: the module of each public name that is loaded on first use.
     """
 
@@ -33,6 +33,6 @@ def on_first_use(
     def names() -> list[str]:
         """Return the public names, loaded or not, and all else that the package holds."""
         module = sys.modules[package]
-        return sorted({*vars(module), *homes, *module.__all__})
+        return sorted({*vars(module), *module.__all__})
 
     return load, names
