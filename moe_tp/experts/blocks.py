@@ -11,7 +11,7 @@ kernel is written once against the three products below.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,7 @@ class Block:
         ends_e: int32, end of each expert's pairs; then the block holds every expert.
         valid_P1: False in padding pairs, where there may be any.
         empty: places of the block that hold no pair, see `moe_tp.experts.places`; None without.
+        runs: numbers of neighbouring experts whose products are one call; empty: each has its own.
     """
 
     start: int
@@ -46,6 +47,7 @@ class Block:
     ends_e: torch.Tensor | None = None
     valid_P1: torch.Tensor | None = None
     empty: torch.Tensor | None = None
+    runs: tuple[int, ...] = ()
 
     @property
     def busy(self) -> int:
@@ -53,12 +55,23 @@ class Block:
         return len(self.counts) - self.counts.count(0)
 
     def own(self, value_e: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return what each of the block's experts has of a stack."""
-        return value_e[self.first : self.first + len(self.counts)].unbind(0)
+        """Return what each of the block's experts has of a stack, or each run of them, stacked."""
+        own_e = value_e[self.first : self.first + len(self.counts)]
+        if not self.runs:
+            return own_e.unbind(0)
+        return tuple(x[0] if x.shape[0] == 1 else x for x in own_e.split_with_sizes(self.runs))
 
     def rows(self, value_n: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return each expert's rows of the block's."""
-        return value_n.split_with_sizes(self.counts)
+        """Return each expert's rows of the block's, or those of each run, one matrix an expert."""
+        if not self.runs:
+            return value_n.split_with_sizes(self.counts)
+        parts, start, slot = [], 0, 0
+        for many in self.runs:
+            stop = start + many * self.counts[slot]
+            part = value_n[start:stop]
+            parts.append(part if many == 1 else part.unflatten(0, (many, -1)))
+            start, slot = stop, slot + many
+        return tuple(parts)
 
     def clear(self, value_n: torch.Tensor) -> torch.Tensor:
         """Return `value_n` with zeros in the empty places."""
@@ -83,7 +96,7 @@ class Block:
         if self.ends_e is None:
             if out is None:
                 out = x_nN.new_empty((x_nN.shape[0], weight_eNK.shape[2]))
-            if 2 * self.busy <= len(self.counts):  # a few tokens that meet a few of many experts
+            if not self.runs and 2 * self.busy <= len(self.counts):  # a few tokens that meet a few of many experts
                 start = 0
                 for slot, count in enumerate(self.counts, self.first):
                     if count:
@@ -111,8 +124,8 @@ class Block:
         """Fill the block's experts of `out_eNK` with `a^T b`, zero for an expert without rows."""
         if self.ends_e is None:
             for a, b, out in zip(self.rows(a_nN), self.rows(b_nK), self.own(out_eNK), strict=True):
-                if a.shape[0]:
-                    product(a.t(), b, out)
+                if a.numel():
+                    product(a.mT, b, out)
                 else:
                     out.zero_()
         else:
@@ -123,7 +136,7 @@ class Block:
         if self.ends_e is None:
             weighed_nN = a_nN * weight_n[:, None]
             for weighed, out in zip(self.rows(weighed_nN), self.own(out_eN), strict=True):
-                torch.sum(weighed, dim=0, out=out)
+                torch.sum(weighed, dim=-2, out=out)
         else:
             # eight equal columns, because grouped_mm wants rows of 16 bytes; its order is fixed
             columns = weight_n.to(a_nN.dtype)[:, None].expand(-1, 8).contiguous()
@@ -174,6 +187,7 @@ def make_blocks(
     grouped: bool,
     hidden: int,
     empty: Sequence[int] = (),
+    runs: Sequence[int] = (),
 ) -> list[Block]:
     """Return the blocks that cover all places; reads the counts to the host unless `grouped`.
 
@@ -184,22 +198,23 @@ def make_blocks(
         grouped: one block of all.
         hidden: F.
         empty: places without a pair, in order.
+        runs: numbers of experts that stay together; empty: each is alone.
     """
     if not grouped or num_pairs == 0:
         if counts is None:
             counts = tuple(counts_e.tolist()) if num_pairs else (0,) * counts_e.shape[0]
-        blocks, start, first, seen = [], 0, 0, 0
         most = max(PASS // max(hidden, 1), 1)
-        for last in range(1, len(counts) + 1):
-            rows = sum(counts[first:last])
-            if last == len(counts) or rows + counts[last] > most:
-                stop, until = start + rows, seen
-                while until < len(empty) and empty[until] < stop:
-                    until += 1
-                own = [place - start for place in empty[seen:until]]
-                where = torch.tensor(own, device=counts_e.device) if own else None
-                blocks.append(Block(start, stop, first, counts[first:last], empty=where))
-                start, first, seen = stop, last, until
+        blocks, start, at_empty = [], 0, 0
+        for first, own_runs in _cut(counts, runs or (1,) * len(counts), most):
+            own = counts[first : first + sum(own_runs)]
+            stop, until = start + sum(own), at_empty
+            while until < len(empty) and empty[until] < stop:
+                until += 1
+            free = [place - start for place in empty[at_empty:until]]
+            where = torch.tensor(free, device=counts_e.device) if free else None
+            together = own_runs if max(own_runs) > 1 else ()
+            blocks.append(Block(start, stop, first, own, empty=where, runs=together))
+            start, at_empty = stop, until
         return blocks
     ends_e = counts_e.cumsum(0).to(torch.int32)
     valid_P1 = None
@@ -207,6 +222,23 @@ def make_blocks(
         pairs = torch.arange(num_pairs, device=counts_e.device)
         valid_P1 = (pairs < ends_e[-1])[:, None]
     return [Block(0, num_pairs, ends_e=ends_e, valid_P1=valid_P1)]
+
+
+def _cut(
+    counts: Sequence[int], runs: Sequence[int], most: int
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield the first expert and the runs of each block: as many runs as `most` rows hold."""
+    first = expert = rows = 0
+    own: list[int] = []
+    for many in runs:
+        size = many * counts[expert]
+        if own and rows + size > most:
+            yield first, tuple(own)
+            first, rows, own = expert, 0, []
+        own.append(many)
+        rows += size
+        expert += many
+    yield first, tuple(own)
 
 
 class Scratch:
