@@ -70,6 +70,7 @@ class ExpertKernel(Function):
             hidden=weights.hidden,
             empty=places.empty,
             runs=places.runs,
+            turned=not options.grouped and weights.turned(rows_RD, options.activation),
         )
         keep = not options.recompute and any(ctx.needs_input_grad)
         weight_Q = places.spread(weight_P)

@@ -122,7 +122,7 @@ def make_places(
     sizes = tuple(round_up(count) for count in counts)
     runs: tuple[int, ...] = ()
     if hidden and batches(rows_RD):
-        runs = find_runs(sizes, dim=rows_RD.shape[1], hidden=hidden)
+        runs = find_runs(counts, sizes, dim=rows_RD.shape[1], hidden=hidden)
         sizes = even_out(sizes, runs) if runs else sizes
     row_N = pair_row_P[:num]
     place_N, row_Q = None, row_N

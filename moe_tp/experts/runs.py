@@ -15,13 +15,16 @@ _CALL = 1 << 26  # multiplications of one matrix that the six products of a run 
 _MOST_ROWS = 128  # the same in rows
 
 
-def find_runs(sizes: Sequence[int], *, dim: int, hidden: int) -> tuple[int, ...]:
+def find_runs(
+    counts: Sequence[int], sizes: Sequence[int], *, dim: int, hidden: int
+) -> tuple[int, ...]:
     """Return how many experts each run has, so that places and calls cost the least together.
 
-    Empty if each expert is best alone.
+    A run has at most a fifth more places than pairs. Empty if each expert is best alone.
 
     Args:
-        sizes: places of each expert by itself; those without any stay alone.
+        counts: pairs of each expert; those without any stay alone.
+        sizes: places of each expert by itself.
         dim: width of the rows, D.
         hidden: of an expert, F.
     """
@@ -31,11 +34,13 @@ def find_runs(sizes: Sequence[int], *, dim: int, hidden: int) -> tuple[int, ...]
         size = sizes[end - 1]
         best, length = costs[-1] + (size + call if size else 0), 1
         for many in _LENGTHS:
-            of_run = sizes[end - many : end] if many <= end else ()
-            if not of_run or not min(of_run) or many * max(of_run) * hidden > _MOST:
+            own = slice(end - many, end)
+            if many > end or not min(sizes[own]):
                 break
-            cost = costs[end - many] + many * max(of_run) + call
-            if cost < best:
+            taken = many * max(sizes[own])
+            cost = costs[end - many] + taken + call
+            fits = taken * hidden <= _MOST and 5 * taken <= 6 * sum(counts[own])
+            if fits and cost < best:
                 best, length = cost, many
         costs.append(best)
         last.append(length)
