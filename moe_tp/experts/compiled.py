@@ -32,9 +32,9 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     library.moe_tp_swiglu.argtypes = [pointer] * 2 + [count] * 2 + [ctypes.c_int]
     library.moe_tp_swiglu_backward.argtypes = [pointer] * 6 + [count] * 2 + [ctypes.c_int]
-    counts = [ctypes.POINTER(count), count, count, ctypes.c_int]
-    library.moe_tp_turned_swiglu.argtypes = [pointer] * 2 + counts
-    library.moe_tp_turned_swiglu_backward.argtypes = [pointer] * 7 + counts
+    sizes = (ctypes.POINTER(count), count, count, ctypes.c_int)
+    library.moe_tp_turned_swiglu.argtypes = [*[pointer] * 2, *sizes]
+    library.moe_tp_turned_swiglu_backward.argtypes = [*[pointer] * 7, *sizes]
     for function in (
         library.moe_tp_swiglu,
         library.moe_tp_swiglu_backward,
