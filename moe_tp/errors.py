@@ -28,6 +28,7 @@ _PEER_LOST = (
     "nccl",
     "remote process exited",
     "still ran when another rank failed",
+    "while this rank waited for it",
 )
 
 
