@@ -342,7 +342,25 @@ class FinetuneConfig:
                 f"train.probe_tokens={self.train.probe_tokens} takes its tokens from data.eval "
                 f"where data.streaming is on; give data.eval"
             )
+        self._refuse_fp16()
         object.__setattr__(self, "train", self._train_with_batch())
+
+    def _refuse_fp16(self) -> None:
+        """Refuse gradients in fp16: nothing scales the loss, and what is below 2^-25 becomes 0.
+
+        The frozen weights of LoRA may lie in it where another dtype computes.
+        """
+        computed, kept = self.runtime.compute_dtype, self.runtime.master_dtype
+        if kept == torch.float16 and (self.lora is None or computed is None):
+            name = "master_dtype"
+        elif computed == torch.float16:
+            name = "compute_dtype"
+        else:
+            return
+        raise ConfigError(
+            f"runtime.{name}=float16 cannot be trained in: the loss is not scaled here, so that "
+            f"small gradients become 0; choose bfloat16, or leave it out for float32"
+        )
 
     def _train_with_batch(self) -> TrainConfig:
         """Return the training settings with the global batch in rows."""
