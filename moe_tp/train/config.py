@@ -147,7 +147,8 @@ class TrainConfig:
             more forward pass; none: the model's own.
         z_coef: of the routers' z-loss; none: the model's own.
         rebalance_every: steps after which experts are dealt anew over the ranks of ep, by the load
-            since the last time, hot ones with replicas in runtime.spare_slots; 0: never.
+            since the last time, hot ones with replicas in runtime.spare_slots; with ep 1 none
+            moves; 0: never.
         freeze: what is not trained: patterns over hub names (`model.layers.0.*`, `q_proj`), groups
             (router, experts, shared_experts, attention, norms, embeddings), or `experts.3`, that
             expert of every layer. A frozen router keeps its correction bias too.
