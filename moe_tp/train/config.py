@@ -53,7 +53,7 @@ class DataConfig:
     Args:
         train: files, folders of them, or globs (`data/part-*.jsonl`, `data/**/*.txt`): .txt,
             .jsonl, .json, .csv, each also as .gz, .bz2 or .xz, .parquet, and folders that
-            `datasets` has saved.
+            `datasets` has saved. A .txt file is one text, whose lines end with newlines alone.
         eval: likewise, held out; none: no evaluation.
         format: of a record. `text`: {text}; `messages`: {messages: [{role, content}]}; `prompt`:
             {prompt, completion}; `alpaca`: {instruction, input, output}; `sharegpt`:
