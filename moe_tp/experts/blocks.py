@@ -62,6 +62,8 @@ class Block:
         own_e = value_e[self.first : self.first + len(self.counts)]
         if not self.runs:
             return own_e.unbind(0)
+        if len(self.runs) == 1:
+            return (own_e,)
         return tuple(x[0] if x.shape[0] == 1 else x for x in own_e.split_with_sizes(self.runs))
 
     def rows(self, value_n: torch.Tensor, turned: bool = False) -> tuple[torch.Tensor, ...]:
@@ -72,6 +74,9 @@ class Block:
         """
         if not self.runs and not turned:
             return value_n.split_with_sizes(self.counts)
+        if len(self.runs) == 1:
+            many, size = self.runs[0], self.counts[0]
+            return (value_n.view(many, -1, size).mT if turned else value_n.view(many, size, -1),)
         parts, start, slot = [], 0, 0
         for many in self.runs or (1,) * len(self.counts):
             size = self.counts[slot]
