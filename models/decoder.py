@@ -20,12 +20,13 @@ from torch._compile import _disable_dynamo
 from moe_tp.errors import ConfigError, DataError
 from moe_tp.experts.losses import SUMS
 from moe_tp.experts.moe import MoEAux
+from moe_tp.models.batches import batch_problem, count_agreed
 from moe_tp.models.blocks import Block, Call
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.families import rules_for
 from moe_tp.models.head import Aux, Head, Output
 from moe_tp.models.stages import DecoderStage, make_stages, pipeline_logits
-from moe_tp.models.tokens import batch_problem, count_agreed, prepare
+from moe_tp.models.tokens import prepare
 from moe_tp.parallel.collectives import accumulate_dtype, all_gather, all_reduce
 from moe_tp.parallel.context.sequence import order
 from moe_tp.parallel.context.ulysses import check_heads

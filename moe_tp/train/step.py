@@ -9,16 +9,11 @@ from typing import Any
 import torch
 
 from moe_tp.experts.moe import counted_step
+from moe_tp.models.batches import batch_problem, count_agreed, share_numbers
 from moe_tp.models.decoder import Decoder
 from moe_tp.models.head import Aux
 from moe_tp.models.stages import pipeline_step
-from moe_tp.models.tokens import (
-    IGNORE,
-    batch_problem,
-    count_agreed,
-    next_token_targets,
-    share_numbers,
-)
+from moe_tp.models.tokens import IGNORE, next_token_targets
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.zero import reshard, set_last_micro_batch
 
