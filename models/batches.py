@@ -5,16 +5,23 @@ Letters: B batch · S sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from moe_tp.errors import DataError
+from moe_tp.errors import DataError, RankMismatchError
 from moe_tp.models.tokens import IGNORE, next_token_targets
-from moe_tp.parallel.collectives import raw_all_gather, raw_all_reduce
+from moe_tp.parallel.collectives import raw_all_gather
 from moe_tp.parallel.mesh import Mesh
+from moe_tp.parallel.random import hash_bits, key_of
 
-TargetBatch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+# What ranks that share a batch compare -> a number of it, int64.
+Prints = Mapping[str, torch.Tensor]
+
+_SHAPES, _NUMBERS = "shapes or number of micro-batches", "step or sample offsets"
+_TENSORS = ("input_ids", "labels", "attention_mask", "position_ids")
+_PRINTED = (_SHAPES, *_TENSORS, _NUMBERS)
 
 
 def batch_problem(
@@ -92,57 +99,106 @@ def mask_problem(attention_mask: torch.Tensor) -> str | None:
 
 
 def share_numbers(
-    mesh: Mesh, numbers: Sequence[int], problem: str | None, what: str
+    mesh: Mesh, numbers: Sequence[int], prints: Prints, problem: str | None, what: str
 ) -> list[list[int]]:
-    """Return the numbers of every dp rank, unless one of them has a problem.
+    """Return the numbers of every dp rank, unless what a rank was given cannot be used.
 
     Args:
         mesh: the mesh.
         numbers: this rank's, as many on every rank.
+        prints: of what this rank was given; ranks of one dp coordinate must have the same.
         problem: why what this rank was given cannot be used, or None.
         what: it was given.
 
     Raises:
         DataError: on every rank: this rank's problem, or which rank has one.
+        RankMismatchError: on every rank: two that share a batch were given unlike ones.
 
-    Collectives: all-gather of the numbers and one more over dp.
+    Collectives: all-gather over the world of the numbers, the prints and one more.
     """
-    group = mesh.group("dp")
-    mine = torch.tensor([[*numbers, int(problem is not None)]], device=mesh.device)
-    table = raw_all_gather(mine, group).tolist()
+    flag, more = torch.tensor([int(problem is not None)]), torch.tensor(numbers, dtype=torch.int64)
+    parts = [flag, *(value.view(1) for value in prints.values()), more]
+    row = torch.cat([part.to(mesh.device) for part in parts])
+    table = raw_all_gather(row[None], mesh.group("world")).tolist()
     if problem is not None:
         raise DataError(problem)
-    bad = [group.ranks[i] for i, row in enumerate(table) if row[-1]]
-    if bad:
-        raise DataError(f"rank {bad[0]} was given {what} that cannot be used; its message says why")
-    return [row[:-1] for row in table]
+    bad = next((rank for rank, row in enumerate(table) if row[0]), None)
+    if bad is not None:
+        raise DataError(f"rank {bad} was given {what} that cannot be used; its message says why")
+    for ranks in _sharers(mesh):
+        for rank in ranks:
+            for at, name in enumerate(prints, 1):
+                if table[rank][at] != table[ranks[0]][at]:
+                    raise RankMismatchError(
+                        f"ranks {ranks[0]} and {rank} share a batch, but their {name} differ; deal "
+                        f"out data by mesh.coordinate('dp') of mesh.size('dp'), since the ranks of "
+                        f"tp, cp and pp work on one batch together"
+                    )
+    return [table[rank][1 + len(prints) :] for rank in mesh.group("dp").ranks]
+
+
+def _sharers(mesh: Mesh) -> list[list[int]]:
+    """Return the ranks of each dp coordinate, of which each list has the same batch."""
+    sharing: list[list[int]] = [[] for _ in range(mesh.size("dp"))]
+    for rank in range(mesh.world_size):
+        sharing[rank // mesh.size("cp_tp") % len(sharing)].append(rank)
+    return sharing
+
+
+def fingerprints(
+    batches: Sequence[Mapping[str, Any]], mesh: Mesh, *numbers: int, problem: str | None = None
+) -> Prints:
+    """Return numbers that differ where batches do, by what they are made of; zeros without sharers.
+
+    Args:
+        batches: arguments of calls, by name.
+        mesh: the mesh; where no ranks share a batch nothing is read.
+        numbers: more that must be the same, such as the step.
+        problem: what is wrong with them, or None; nothing is read where there is something.
+
+    Collectives: none.
+    """
+    prints = {name: torch.zeros((), dtype=torch.int64) for name in _PRINTED}
+    if problem is not None or mesh.size("cp_tp") * mesh.size("pp") == 1:
+        return prints
+    shapes = [tuple(batch["input_ids"].shape) for batch in batches]
+    offsets = [int(batch.get("sample_offset") or 0) for batch in batches]
+    prints[_SHAPES] += key_of(*shapes)
+    prints[_NUMBERS] += key_of(*numbers, *offsets)
+    for m, batch in enumerate(batches):
+        for name in _TENSORS:
+            value = batch.get(name)
+            if value is not None:
+                key = key_of("batch", m)
+                flat = value.detach().reshape(-1).to(torch.int64)
+                place = torch.arange(1, flat.numel() + 1, device=flat.device)
+                prints[name] = prints[name].to(flat.device)
+                prints[name] += hash_bits(key, hash_bits(1, flat) + place).sum()
+    return prints
 
 
 def count_agreed(
-    batches: Sequence[TargetBatch | None], problem: str | None, mesh: Mesh
+    batches: Sequence[Mapping[str, Any]], problem: str | None, mesh: Mesh, *numbers: int
 ) -> torch.Tensor:
     """Return the targets of all batches on all dp ranks, or raise on every rank if one is bad.
 
     Args:
-        batches: labels, attention mask and positions of each; None for a bad or empty one.
+        batches: arguments of calls, by name; those without labels have no target.
         problem: what is wrong with this rank's batches, or None.
         mesh: the mesh.
+        numbers: more that ranks which share a batch must have alike.
 
     Raises:
         DataError: this rank's problem, or that another rank has one.
+        RankMismatchError: two ranks that share a batch were given unlike ones.
 
-    Collectives: all-reduce of two integers over dp.
+    Collectives: all-gather of eight integers over the world.
     """
-    count = sum(
-        (next_token_targets(*batch) != IGNORE).sum() for batch in batches if batch is not None
-    )
-    both = torch.tensor([int(count), int(problem is not None)], device=mesh.device)
-    both = raw_all_reduce(both, mesh.group("dp"))
-    if problem is not None:
-        raise DataError(problem)
-    if mesh.size("dp") > 1 and int(both[1]):
-        raise DataError(
-            f"{int(both[1])} other data-parallel ranks were given a batch that cannot be used; "
-            f"their own messages say why"
-        )
-    return both[0]
+    count = 0
+    for batch in batches if problem is None else ():
+        labels, mask, positions = (batch.get(name) for name in _TENSORS[1:])
+        if labels is not None:
+            count += int((next_token_targets(labels, mask, positions) != IGNORE).sum())
+    prints = fingerprints(batches, mesh, *numbers, problem=problem)
+    found = share_numbers(mesh, [count], prints, problem, "a batch")
+    return torch.tensor(sum(row[0] for row in found), device=mesh.device)

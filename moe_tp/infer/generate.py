@@ -96,11 +96,13 @@ def generate(
     Raises:
         DataError: a prompt cannot be used; on every rank, before anything is computed.
         ConfigError: a setting or the layout does not serve.
-        RankMismatchError: ranks were given different settings.
+        RankMismatchError: ranks were given different settings, or ones that share a batch different
+            prompts.
 
-    Collectives: an exchange of the settings through the store; an all-gather of two integers over
-        dp; those of the model's calls, of `choose`, and over dp an all-reduce of a number for each
-        token with which a row may end (without stop tokens the last, or the model's positions).
+    Collectives: an exchange of the settings through the store; an all-gather of three integers over
+        the world; those of the model's calls, of `choose`, and over dp an all-reduce of a number
+        for each token with which a row may end (without stop tokens the last, or the model's
+        positions).
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if not is_whole(max_new_tokens, 1):

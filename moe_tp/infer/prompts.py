@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from moe_tp.errors import ConfigError, DataError
-from moe_tp.models.batches import mask_problem, share_numbers
+from moe_tp.models.batches import Prints, mask_problem, share_numbers
 from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.mesh import Mesh
+from moe_tp.parallel.random import key_of
 
 Prompts = torch.Tensor | Sequence[Sequence[int]] | Sequence[torch.Tensor]
 
@@ -121,10 +122,13 @@ def agree_rows(model: Decoder, prompts: list[list[int]], problem: str | None) ->
 
     Raises:
         DataError: this rank's problem, or that another rank has one.
+        RankMismatchError: ranks that share a batch were given unlike prompts.
 
-    Collectives: all-gather of two integers over dp.
+    Collectives: all-gather of three integers over the world.
     """
-    counts = [row[0] for row in share_numbers(model.mesh, [len(prompts)], problem, "prompts")]
+    prints: Prints = {"prompts": torch.tensor(key_of(prompts))}
+    found = share_numbers(model.mesh, [len(prompts)], prints, problem, "prompts")
+    counts = [row[0] for row in found]
     return Rows(
         prompts=prompts,
         first=sum(counts[: model.mesh.group("dp").rank]),
