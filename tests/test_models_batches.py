@@ -1,17 +1,18 @@
-"""Ranks that share a batch and were given unlike ones are told so, instead of mixing them."""
+"""Ranks that were given unlike batches, or use a model unlike the others, are told so."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from model_cases import hub_config
 
-from moe_tp import Mesh, ParallelLayout, count_targets, forward_backward
+from moe_tp import Mesh, ParallelLayout, count_targets, forward_backward, settle_gradients
 from moe_tp.errors import DataError, RankMismatchError
 from moe_tp.infer import generate
-from moe_tp.models import ModelConfig, build
+from moe_tp.models import ModelConfig, build, save_pretrained
 from moe_tp.testing import run_ranks
 
 IDS = torch.arange(18).view(2, 9)
@@ -102,3 +103,34 @@ def test_a_bad_batch_without_labels() -> None:
     first, second = run_ranks(bad_without_labels, 2, {"ep": 2})
     assert "rank 1 was given a batch that cannot be used" in first
     assert "token id 77" in second
+
+
+def frozen_on_one_rank(layout: dict[str, int]) -> str:
+    mesh = Mesh(ParallelLayout(**layout))
+    model = build(ModelConfig.from_hub(hub_config("mixtral")), mesh)
+    model.layers["0"].requires_grad_(mesh.coordinate("stage") == 0)
+    forward_backward(model, [{"input_ids": IDS, "labels": IDS}])
+    return said(lambda: settle_gradients(model))
+
+
+def test_ranks_that_train_unlike_parameters() -> None:
+    """F2: the sums over replicas would be of unlike sizes, which aborts the process."""
+    for text in run_ranks(frozen_on_one_rank, 2, {"ep": 2}):
+        assert "ranks [1] disagree with rank 0 about which dense parameters are trained" in text
+        assert "layers.0." in text
+
+
+def saved_unlike(folder: str, own_folder: bool, size: str) -> str:
+    mesh = Mesh(ParallelLayout(ep=2))
+    model = build(ModelConfig.from_hub(hub_config("mixtral")), mesh)
+    path = f"{folder}/{mesh.rank if own_folder else 'model'}"
+    return said(lambda: save_pretrained(model, path, max_shard_size=size if mesh.rank else "5GB"))
+
+
+def test_ranks_that_save_unlike_folders(tmp_path: Path) -> None:
+    """F2: each waited for the other's files, in another folder or of another number."""
+    for own_folder, size, word in ((True, "5GB", "/1'"), (False, "10kB", "max_shard_size=10kB")):
+        for text in run_ranks(saved_unlike, 2, str(tmp_path), own_folder, size):
+            assert "ranks [1] disagree with rank 0 about what save_pretrained writes" in text
+            assert word in text
+    assert list(tmp_path.iterdir()) == []
