@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_tp.cli.main import entry
+from moe_tp.cli.start import entry
 
 if __name__ == "__main__":
     entry()

@@ -16,18 +16,23 @@ __all__ = [
     "RankMismatchError",
     "RoutingError",
     "reads_like_a_lost_peer",
+    "reads_like_an_ended_peer",
 ]
 
-_PEER_LOST = (
+_PEER_ENDED = (
     "connection closed by peer",
     "connection reset by peer",
-    "connection refused",
     "broken pipe",
     "socket closed",
+    "remote process exited",
+)
+_PEER_LOST = (
+    *_PEER_ENDED,
+    "connection refused",
     "timed out waiting",
     "nccl",
-    "remote process exited",
     "still ran when another rank failed",
+    "while this rank waited for it",
 )
 
 
@@ -62,3 +67,8 @@ class RankFailedError(MoeTpError, RuntimeError):
 def reads_like_a_lost_peer(message: str) -> bool:
     """Return whether a failure is the consequence of another rank's: the loss of a peer."""
     return any(part in message.lower() for part in _PEER_LOST)
+
+
+def reads_like_an_ended_peer(message: str) -> bool:
+    """Return whether a failure says that another rank has closed its connections."""
+    return any(part in message.lower() for part in _PEER_ENDED)

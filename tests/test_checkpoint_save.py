@@ -19,7 +19,7 @@ from checkpoint_toy import (
 from safetensors.torch import load_file, save_file
 
 from moe_tp.checkpoint import HubFolder, Quantise, export_folder, load_into, save_hub
-from moe_tp.checkpoint.files import parse_size
+from moe_tp.checkpoint.files import parse_size, size_text
 from moe_tp.checkpoint.inspect import inspect_folder
 from moe_tp.checkpoint.rules import ExpertFormat
 from moe_tp.errors import ConfigError
@@ -210,6 +210,17 @@ def test_inspect_of_many_files_is_quick_and_names_problems(tmp_path: Path) -> No
 def test_sizes(text: int | str, size: int) -> None:
     """Shard sizes as users write them."""
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (48, "48 B"), (999, "999 B"), (999_499, "999 KB"), (999_500, "1 MB"),
+     (1_234_567_890, "1.23 GB"), (52_400_000_000, "52.4 GB"), (2.5e12, "2.5 TB"),
+     (7e15, "7000 TB")],
+)  # fmt: skip
+def test_sizes_as_text(size: float, text: str) -> None:
+    """In the unit that suits them, so that a small model's is not 0.0 GB."""
+    assert size_text(size) == text
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "0", "5 pounds", "1iB"])

@@ -216,9 +216,9 @@ def test_a_bar_shows_bytes_and_time_left() -> None:
     assert "5.0 GB" in bar
     assert "0:00:00" in bar
     lines = shown(False, True, every=0.0).splitlines()
-    assert lines[1] == "loading: 0.50 of 5.00 GB, 0 s left"
+    assert lines[1] == "loading: 500 MB of 5 GB, 0 s left"
     assert len(lines) == 11
-    assert shown(False, True, every=60.0).splitlines() == ["loading: 5.00 of 5.00 GB, 0 s left"]
+    assert shown(False, True, every=60.0).splitlines() == ["loading: 5 GB of 5 GB, 0 s left"]
     for quiet in (shown(False, None), shown(True, False), shown(True, True, rank=1)):
         assert quiet == ""
     assert shown(True, None, delay=60.0) == ""  # done before anybody waits

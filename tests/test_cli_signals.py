@@ -10,40 +10,63 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 from tiny_hubs import SMALLEST
 from tokenizers import Tokenizer, models
 
 from moe_tp import Mesh
-from moe_tp.cli import main as cli
+from moe_tp.cli import start
+from moe_tp.cli.environment import Place
+from moe_tp.cli.main import main
+from moe_tp.cli.ranks import _FIRST, _record
+from moe_tp.errors import RankFailedError
 from moe_tp.models import ModelConfig, build, save_pretrained
 
 SAID = "moe-tp: stopped by a signal\n"
 
 
+SIGNALLED = """
+import os, signal, sys, time
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == os.environ["IMPORTED"] and "moe_tp.cli" in sys.modules:
+            try:
+                os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+                time.sleep(10)
+            except BaseException:
+                pass  # as numpy's first import does
+sys.meta_path.insert(0, Finder)
+"""
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_while_a_command_is_imported(
-    how: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("imported", ["moe_tp.cli.main", "argparse", "torch", "numpy"])
+def test_while_a_command_is_imported(tmp_path: Path, imported: str, how: signal.Signals) -> None:
     """F1: one sentence, where the default is a traceback for Ctrl-C and no word for SIGTERM."""
+    (tmp_path / "sitecustomize.py").write_text(SIGNALLED)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-m", "moe_tp", "finetune", "none.yaml"],
+        env={**os.environ, "PYTHONPATH": path, "IMPORTED": imported, "SIGNAL": str(int(how))},
+        stderr=subprocess.PIPE,
+        timeout=60,
+        text=True,
+    )
+    assert (run.returncode, run.stderr) == (130, SAID)
 
-    def slow_import(name: str) -> Any:
-        os.kill(os.getpid(), how)
-        time.sleep(10.0)  # another thread may be given the signal, and tells this one
-        raise AssertionError(f"{name} is imported in spite of the signal")
 
-    monkeypatch.setattr(sys, "argv", ["moe-tp", "finetune", "run.yaml"])
-    monkeypatch.setattr(cli.importlib, "import_module", slow_import)
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nothing here may end pytest
+def test_once_it_is_loaded_a_signal_is_raised(tmp_path: Path) -> None:
+    """F1: so that what is half written is put away; what somebody else has set is left alone."""
+    kept = signal.signal(signal.SIGINT, start._leave), signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with pytest.raises(BaseException) as left:  # noqa: PT011 - KeyboardInterrupt is none too
-            cli.entry()
+        assert main(["inspect", str(tmp_path)]) == 1
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGTERM, before)
-    assert isinstance(left.value, SystemExit)
-    assert (left.value.code, capfd.readouterr().err) == (130, SAID)
+        signal.signal(signal.SIGINT, kept[0])
+        signal.signal(signal.SIGTERM, kept[1])
 
 
 STUCK = """
@@ -74,6 +97,66 @@ def test_a_rank_inside_a_collective_leaves_too() -> None:
     finally:
         rank.kill()
     assert (rank.returncode, said) == (130, "moe-tp: rank 1: stopped\n")
+
+
+CLOSED = "[pair.cc] Connection closed by peer [127.0.0.1]:4. This is typically caused by a remote"
+
+
+@pytest.mark.parametrize(
+    ("first", "own", "said"),
+    [
+        ("", RuntimeError(CLOSED), "another rank ended without a word, killed or by a signal"),
+        ("0 stopped by a signal", RuntimeError(CLOSED), "rank 0 failed first: stopped by a signal"),
+        ("0 KeyError: 'a'", KeyError("b"), "rank 0 failed first: KeyError: 'a'"),
+        ("", RuntimeError("NCCL error: invalid usage"), None),  # nothing says why but itself
+        ("", BrokenPipeError("Broken pipe"), None),  # whoever reads stdout has gone
+    ],
+)
+@pytest.mark.parametrize("stored", [True, False])
+def test_what_a_rank_says_of_another(
+    first: str, own: Exception, said: str | None, stored: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """F1: a sentence in place of gloo's; also where the store has gone with its rank."""
+    store = torch.distributed.HashStore() if stored else None
+    if store is not None and first:
+        store.set(_FIRST, first)
+    if first and not stored:
+        said = "another rank ended without a word" if CLOSED in str(own) else None
+    place = Place(rank=1, world_size=3, local_rank=1, local_world_size=3)
+    with pytest.raises(RankFailedError, match=said) if said else contextlib.nullcontext():
+        _record(own, place, store)
+    if store is not None:  # the loss of a peer is no first cause, which may come later
+        later = store.compare_set(_FIRST, "", "2 later").decode()
+        assert later == (first or ("2 later" if said else f"1 {type(own).__name__}: {own}"))
+
+
+@pytest.mark.slow
+def test_ctrl_c_for_one_rank_of_torchrun(tmp_path: Path) -> None:
+    """F1: the other, inside a collective, says which rank it was."""
+    template = write_run(tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "moe_tp"]
+    run = subprocess.Popen(
+        [*torchrun, "finetune", "run.yaml"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        with template.open("w"):  # returns when the first rank reads
+            first = next(p for p in _children(run.pid) if b"\0RANK=0\0" in _environment(p))
+            os.kill(first, signal.SIGINT)
+            _, said = run.communicate(timeout=30)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    ours = sorted(line for line in said.splitlines() if line.startswith("moe-tp"))
+    assert ours == [
+        "moe-tp: rank 0: stopped by a signal",
+        "moe-tp: rank 1: error: stopped because rank 0 failed first: stopped by a signal",
+    ]
 
 
 @pytest.mark.slow
@@ -163,6 +246,10 @@ def _catches(pid: int) -> bool:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     mask = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))
     return bool(mask >> (signal.SIGTERM - 1) & 1)
+
+
+def _environment(pid: int) -> bytes:
+    return b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def _children(pid: int) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 
 from moe_tp.experts import compiled
 from moe_tp.experts.activation import SwiGLU
+from moe_tp.experts.blocks import Block
 from moe_tp.experts.elementwise import activate, activate_backward
 from moe_tp.parallel import native
 
@@ -53,10 +54,11 @@ def passes(given: Results) -> Results:
         "d_gate_up": torch.empty_like(gate_up),
         "d_weight": torch.empty(rows),
     }
-    activate(gate_up, out["act"], SwiGLU())
+    block = Block(0, rows, counts=(rows,))
+    activate(block, gate_up, out["act"], SwiGLU())
     activate_backward(
-        given["grad"].clone(), gate_up, weight, out["hidden"], out["d_gate_up"], out["d_weight"],
-        SwiGLU(),
+        block, given["grad"].clone(), gate_up, weight, out["hidden"], out["d_gate_up"], None,
+        out["d_weight"], SwiGLU(),
     )  # fmt: skip
     return out
 

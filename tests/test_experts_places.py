@@ -13,6 +13,15 @@ from moe_tp.experts.dispatch import Received
 from moe_tp.experts.grouped import experts_forward
 from moe_tp.experts.places import make_places, round_up
 from moe_tp.experts.rows import plan_sums, stable_order, sum_rows
+from moe_tp.parallel import product
+
+
+@pytest.fixture(params=["one product an expert", "batched products"])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let bf16 products go as on a processor without AMX, and as on one that has it."""
+    name = str(request.param)
+    monkeypatch.setattr(product, "_has_amx", lambda: name == "batched products")
+    return name
 
 
 def test_few_sizes_and_little_waste() -> None:
@@ -104,7 +113,7 @@ def made(counts: list[int], dtype: torch.dtype) -> tuple[Received, dict[str, tor
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_padded_experts_equal_the_loop(early: bool) -> None:
+def test_padded_experts_equal_the_loop(early: bool, machine: str) -> None:
     """D1, D3, D5: bf16 in round places is as near to fp64 as the loop, every gradient too."""
     counts = [137, 0, 17, 200, 5, 256]
     results = {}
@@ -130,7 +139,7 @@ def test_padded_experts_equal_the_loop(early: bool) -> None:
     assert not results["bfloat16", "sliced"]["down"][1].any()
 
 
-def test_an_expert_that_overflows_leaves_other_rows_alone() -> None:
+def test_an_expert_that_overflows_leaves_other_rows_alone(machine: str) -> None:
     """D5: empty places of an expert whose weights are not finite reach no row."""
     for sum_dtype in (torch.bfloat16, None):
         received, tensors = made([0, 17, 129, 256], torch.bfloat16)
@@ -149,7 +158,7 @@ def test_an_expert_that_overflows_leaves_other_rows_alone() -> None:
         assert not torch.isfinite(y[hit]).any()
 
 
-def test_a_row_that_is_not_finite_reaches_its_own_experts_alone() -> None:
+def test_a_row_that_is_not_finite_reaches_its_own_experts_alone(machine: str) -> None:
     """D5: empty places name row 0, but nothing of it comes into another expert's gradients."""
     received, tensors = made([0, 17, 129, 256], torch.bfloat16)
     assert 0 not in received.pair_row_P[:146]

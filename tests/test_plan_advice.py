@@ -12,7 +12,7 @@ import yaml
 from moe_tp.cli.main import main
 from moe_tp.errors import ConfigError
 from moe_tp.models.families import preset
-from moe_tp.parallel.layout import ParallelLayout
+from moe_tp.parallel.layout import ParallelLayout, Recompute
 from moe_tp.plan.advice import remedies, smallest_group, why_none
 from moe_tp.plan.hardware import TABLE, read_hardware
 from moe_tp.plan.job import Job
@@ -34,6 +34,25 @@ def test_nothing_fits_below_an_equal_share() -> None:
         for gpus in (n for n in (1, 2, 3, 4, 6, 8, 12) if n < found[0]):
             peaks = [planner.peak(x).total for x in legal_layouts(MIXTRAL, job, gpus)[0]]
             assert min(peaks, default=1e99) > H100.memory
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_nothing_fits_below_the_tokens_of_a_layer(family: str, recompute: Recompute) -> None:
+    """What is passed over by its tokens alone has no layout that fits, and much is."""
+    config = preset(family, "tiny")
+    job = Job(recompute=recompute, seq_len=1 << 20)
+    planner = Planner(config, job)
+    legal = legal_layouts(config, job, 8)[0]
+    parts = [planner.least_passing(x) / planner.peak(x).total for x in legal]
+    assert 0.5 < max(parts) <= 1.0
+
+
+def test_a_sequence_without_end_is_refused_soon() -> None:
+    """No layout of 1 to 4096 GPUs is looked at closely: each holds too many tokens."""
+    planner = Planner(MIXTRAL, Job(seq_len=10**12))
+    assert smallest_group(MIXTRAL, planner.job, H100, like=planner) is None
+    assert not planner.shared.fixed
 
 
 def test_a_group_is_found_whatever_the_replicas() -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import json
 import logging
-import lzma
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,6 @@ from moe_tp.models.tokens import IGNORE
 from moe_tp.train.config import COLUMNS, DataConfig
 from moe_tp.train.data import read_documents
 from moe_tp.train.documents import _KEYS, Document
-from moe_tp.train.files import list_files
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -344,68 +339,6 @@ def test_a_record_without_a_key(folder: Path) -> None:
             documents(folder, "a.jsonl", "{}\n", format=form)
 
 
-def test_names_in_capitals_and_lines_in_json(folder: Path) -> None:
-    """As other tools write them: an object a line under the name .json, endings in capitals."""
-    lines = '{"text": "one"}\n\n{"text": "two"}\r\n'
-    for name in ("a.json", "B.JSONL", "C.Json"):
-        found = [show(document)[0] for document in documents(folder, name, lines)]
-        assert found == ["one$", "two$"]
-    (folder.parent / "many").mkdir()
-    (folder.parent / "many" / "D.TXT").write_text("x")
-    assert [path.name for path in list_files([folder.parent / "many"])] == ["D.TXT"]
-
-
-@pytest.mark.parametrize("opened", [gzip.open, bz2.open, lzma.open])
-def test_compressed_files(folder: Path, opened: Callable[..., Any]) -> None:
-    """The records of the file inside; what is cut off or no such file is said in one sentence."""
-    ending = {gzip.open: ".gz", bz2.open: ".bz2", lzma.open: ".xz"}[opened]
-    texts = {
-        "a.jsonl": '{"text": "one"}\n{"text": "two"}\n',
-        "b.json": '[{"text": "one"}, {"text": "two"}]',
-        "c.csv": "text\none\ntwo\n",
-    }
-    for name, text in texts.items():
-        path = folder.parent / f"{name}{ending}"
-        with opened(path, "wt") as file:
-            file.write(text)
-        config = DataConfig(train=(str(path),))
-        read = list(read_documents(config, config.train, str(folder), 128))
-        assert [show(document)[0] for document in read] == ["one$", "two$"]
-    assert len(list_files([folder.parent / f"*{ending}"])) == 3
-    path = folder.parent / f"a.jsonl{ending}"
-    whole = path.read_bytes()
-    for damaged in (whole[:-9], b'{"text": "plain"}'):
-        path.write_bytes(damaged)
-        with pytest.raises(DataError, match=f"a.jsonl{ending} cannot be read: "):
-            list(read_documents(config, [str(path)], str(folder), 128))
-    (folder.parent / f"x.parquet{ending}").write_bytes(whole)
-    with pytest.raises(DataError, match="no data file that can be read"):
-        list_files([folder.parent / f"x.parquet{ending}"])
-
-
-def test_globs(folder: Path) -> None:
-    """As of a shell, in a fixed order; a file of that very name is that file."""
-    data = folder.parent / "globbed"
-    for name in ("b/2.jsonl", "b/1.jsonl", "a.jsonl", "notes.md", "c/d/3.jsonl"):
-        (data / name).parent.mkdir(parents=True, exist_ok=True)
-        (data / name).write_text("x")
-
-    def found(*patterns: str) -> list[str]:
-        paths = list_files([data / pattern for pattern in patterns])
-        return [str(path.relative_to(data)) for path in paths]
-
-    assert found("*.jsonl") == ["a.jsonl"]
-    assert found("b/[12].jsonl", "a.jsonl") == ["b/1.jsonl", "b/2.jsonl", "a.jsonl"]
-    assert found("**/*.jsonl") == ["a.jsonl", "b/1.jsonl", "b/2.jsonl", "c/d/3.jsonl"]
-    assert found("?") == ["b/1.jsonl", "b/2.jsonl", "c/d/3.jsonl"]
-    assert found("*") == ["a.jsonl", "b/1.jsonl", "b/2.jsonl", "c/d/3.jsonl"]
-    assert found("**") == found("*")
-    (data / "[12].jsonl").write_text("x")
-    assert found("[12].jsonl") == ["[12].jsonl"]
-    with pytest.raises(DataError, match=r"\*\.csv fits no data file; it can fit \.txt"):
-        found("*.csv")
-
-
 def test_a_text_that_begins_twice(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Ids are those of the model's tokenizer, which adds a token to a text that has it."""
     config = {"bos_token": "^", "eos_token": "<end>", "add_bos_token": True}
@@ -416,30 +349,6 @@ def test_a_text_that_begins_twice(folder: Path, caplog: pytest.LogCaptureFixture
     (twice,) = documents(folder, "a.jsonl", '{"text": "^ab"}')
     assert show(twice)[0] == "^^ab$"
     assert "begins with '^', and the model's tokenizer adds one" in caplog.text
-
-
-def test_unreadable_files(folder: Path) -> None:
-    (folder.parent / "bad.txt").write_bytes(b"caf\xe9")
-    config = DataConfig(train=(str(folder.parent / "bad.txt"),))
-    with pytest.raises(DataError, match="is not UTF-8 text: byte 3"):
-        list(read_documents(config, config.train, str(folder), 128))
-    with pytest.raises(DataError, match="does not exist"):
-        list_files(["no/such.txt"])
-    (folder.parent / "a.docx").write_text("x")
-    with pytest.raises(DataError, match="no data file that can be read"):
-        list_files([folder.parent / "a.docx"])
-
-
-def test_folders_are_read_in_a_fixed_order(folder: Path) -> None:
-    data = folder.parent / "data"
-    (data / "b").mkdir(parents=True)
-    for name in ("b/1.txt", "c.jsonl", "a.txt", "notes.md"):
-        (data / name).write_text("x")
-    names = [str(p.relative_to(data)) for p in list_files([data])]
-    assert names == ["a.txt", "b/1.txt", "c.jsonl"]
-    (folder.parent / "none").mkdir()
-    with pytest.raises(DataError, match="holds no data file"):
-        list_files([folder.parent / "none"])
 
 
 def test_plain_text_has_no_answers(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from test_train_lora import (
     randomise,
     run_step,
 )
+from tiny_hubs import MIXTRAL
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,7 +32,7 @@ from moe_tp.parallel.parameter import named_specs
 from moe_tp.parallel.random import fill_normal, key_of
 from moe_tp.parallel.shards import local_index, to_local
 from moe_tp.testing import run_ranks
-from moe_tp.train import LoRAConfig, apply_lora, merge_lora
+from moe_tp.train import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter
 from moe_tp.train.config import TrainConfig
 from moe_tp.train.lora import adapters
 from moe_tp.train.optim import make_optimizer
@@ -139,6 +141,43 @@ def test_refusals(targets: tuple[str, ...], changes: dict[str, Any], said: str) 
     """What is not defined is refused, with the way out."""
     with pytest.raises(ConfigError, match=said):
         apply_lora(make({}), LoRAConfig(rank=2, alpha=2.0, targets=targets, **changes))
+
+
+@pytest.mark.parametrize(
+    ("targets", "rank", "said"),
+    [
+        (("attention",), 8, None),  # k and v are 8 x 16
+        (
+            ("attention", "experts"),
+            13,  # of w1 and w3, which share A, 16 is the smaller size
+            "model.layers.*.self_attn.k_proj (8 x 16), model.layers.*.self_attn.v_proj (8 x 16), "
+            "model.layers.*.block_sparse_moe.experts.*.w2 (16 x 12), where",
+        ),
+        (("experts",), 17, "experts.*.w3 (24 x 16), model.layers.*.block_sparse_moe.experts.*.w2"),
+        (("all-linear", "router"), 17, "self_attn.v_proj (8 x 16), 4 more kinds of matrix, where"),
+        (("router",), 7, "rank=7 is above the smaller size of model.layers.*.block_sparse_moe.gate "
+         "(6 x 16), where an adapter takes more than the whole matrix and can learn no more; lower "
+         "lora.rank to 6, or leave them out of lora.targets"),
+    ],
+)  # fmt: skip
+def test_a_rank_above_the_smaller_size(
+    targets: tuple[str, ...], rank: int, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PEFT takes it and so does this library, with a warning that names the matrices."""
+    model = build(ModelConfig.from_hub(MIXTRAL), Mesh.single())
+    apply_lora(model, LoRAConfig(rank=rank, alpha=2.0, targets=targets))
+    assert (said or "") in caplog.text
+    assert bool(said) == bool(caplog.records)
+
+
+def test_a_rank_that_was_chosen_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder's rank, of several its largest, is nothing that who loads it can lower."""
+    model, other = (build(ModelConfig.from_hub(MIXTRAL), Mesh.single()) for _ in range(2))
+    apply_lora(model, LoRAConfig(rank=9, alpha=2.0, targets=("attention",)))
+    save_adapter(model, tmp_path)
+    caplog.clear()
+    load_adapter(other, tmp_path)
+    assert not caplog.records
 
 
 def subset_steps(layout: Layout, experts: tuple[int, ...]) -> dict[str, torch.Tensor]:

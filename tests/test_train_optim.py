@@ -8,11 +8,13 @@ import pytest
 import torch
 from tiny_hubs import SMALLEST
 
+from moe_tp.errors import ConfigError
 from moe_tp.models import ModelConfig, build
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import named_specs
 from moe_tp.testing import run_ranks
 from moe_tp.train.config import TrainConfig
+from moe_tp.train.lora import LoRAConfig, apply_lora
 from moe_tp.train.optim import make_optimizer, rate_factor, set_rate
 
 HUB = SMALLEST
@@ -86,6 +88,15 @@ def test_the_optimizer_takes_its_settings(name: Any) -> None:
         assert group["momentum"] == 0.7
     else:
         assert (group["betas"], group["eps"]) == ((0.8, 0.9), 1e-4)
+
+
+def test_fp16_weights_are_not_trained() -> None:
+    """F3: AdamW divides by an eps that is 0 in fp16; frozen ones may lie in it."""
+    model = build(ModelConfig.from_hub(HUB), Mesh.single(), dtype=torch.float16)
+    with pytest.raises(ConfigError, match=r"load it with dtype=torch\.float32, or torch\.bfloat16"):
+        make_optimizer(model, TrainConfig(steps=1))
+    apply_lora(model, LoRAConfig(rank=2, alpha=2.0))
+    assert make_optimizer(model, TrainConfig(steps=1)).param_groups[0]["params"]
 
 
 def ranks_of_groups() -> list[float]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,10 +16,12 @@ from tiny_hubs import DEEPSEEK
 
 from moe_tp.errors import ConfigError
 from moe_tp.models import ModelConfig, build, save_pretrained
+from moe_tp.parallel.layout import Runtime
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.testing import run_ranks
 from moe_tp.train.config import FinetuneConfig, TrainConfig
 from moe_tp.train.loop import Run, finetune
+from moe_tp.train.placing import Placement
 from moe_tp.train.settings import from_mapping
 
 
@@ -100,6 +103,28 @@ def test_a_run_with_replicas_is_the_run_without(root: Path) -> None:
             assert got == before
             assert again == tables[3:]
         assert got == pytest.approx(want, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("every", "ep", "spare", "said"),
+    [
+        (2, 1, 0, "with ep=1, where one rank holds all of them; leave it out, or choose ep above"),
+        (2, 1, 1, "with ep=1"),  # spare slots of one rank would do nothing
+        (2, 8, 0, "with ep=8, where each rank holds one of them; leave it out, or choose a lower"),
+        (2, 8, 1, None),
+        (2, 4, 0, None),
+        (0, 1, 0, None),
+    ],
+)
+def test_where_no_expert_can_move(
+    every: int, ep: int, spare: int, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F3: told, since a file of settings serves several layouts."""
+    mesh = SimpleNamespace(size=lambda _: ep, runtime=Runtime(spare_slots=spare))
+    config = ModelConfig.from_hub({**DEEPSEEK, "n_routed_experts": 8})
+    Placement(cast(Any, SimpleNamespace(mesh=mesh, config=config)), every)
+    assert (said or "") in caplog.text
+    assert bool(said) == ("moves no experts" in caplog.text)
 
 
 def test_what_cannot_move_is_refused() -> None:

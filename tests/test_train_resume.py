@@ -208,7 +208,7 @@ def test_a_run_killed_at_any_moment_goes_on(root: Path, moments: int) -> None:
 
 ELASTIC = """
 import os, signal
-from moe_tp.cli.main import entry
+from moe_tp.cli.start import entry
 from moe_tp.train.loop import Run
 step = Run.train_step
 def train_step(self):

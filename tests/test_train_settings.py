@@ -123,6 +123,27 @@ def test_what_is_wrong_is_named(path: Path, word: str, said: str) -> None:
     assert len(str(raised.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["runtime.compute_dtype=fp16"], "compute_dtype"),
+        (["runtime.master_dtype=fp16"], "master_dtype"),
+        (["runtime.master_dtype=fp16", "runtime.compute_dtype=bf16"], "master_dtype"),
+        (["lora={rank: 2, alpha: 2}", "runtime.compute_dtype=fp16"], "compute_dtype"),
+        (["lora={rank: 2, alpha: 2}", "runtime.master_dtype=fp16"], "master_dtype"),
+        (["lora={rank: 2, alpha: 2}", "runtime={master_dtype: fp16, compute_dtype: bf16}"], None),
+        (["train.save_dtype=fp16", "runtime.wire_dtype=fp16"], None),
+    ],
+)
+def test_gradients_in_fp16_are_refused(path: Path, words: list[str], refused: str | None) -> None:
+    """F3: nothing scales the loss; frozen weights, sums on the wire and results may be in fp16."""
+    if refused is None:
+        assert load_config(path, words)
+        return
+    with pytest.raises(ConfigError, match=f"runtime.{refused}=float16 .* choose bfloat16"):
+        load_config(path, words)
+
+
 def test_an_output_in_a_data_folder(path: Path) -> None:
     """K4: the next start would read what the first has written, as data."""
     data = path.parent / "data"

@@ -16,6 +16,7 @@ from moe_tp.models.config import ModelConfig
 from moe_tp.models.decoder import Decoder
 from moe_tp.models.load import build
 from moe_tp.parallel.gradients import clip_grad_norm, settle_gradients
+from moe_tp.parallel.layout import Runtime
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.testing import run_ranks
 from moe_tp.train.step import count_targets, forward_backward
@@ -245,3 +246,13 @@ def test_what_is_no_micro_batch_is_refused_by_name() -> None:
     for bound in (-1.0, 0.0, float("nan")):
         with pytest.raises(ConfigError, match="max_norm="):
             clip_grad_norm(model, bound)
+
+
+def test_gradients_in_fp16_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """F3: nothing scales the loss, so that small ones are 0; a loss alone may be in fp16."""
+    mesh = Mesh.single(runtime=Runtime(compute_dtype=torch.float16))
+    model = build(ModelConfig.from_hub(hub_config("mixtral")), mesh)
+    forward_backward(model, [rows(4)], backward=False)
+    assert "float16" not in caplog.text
+    forward_backward(model, [rows(4)])
+    assert "compute_dtype=float16 computes gradients without loss scaling" in caplog.text

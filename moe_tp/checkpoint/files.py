@@ -278,6 +278,14 @@ def parse_size(size: int | str) -> int:
     return count
 
 
+def size_text(count: float) -> str:
+    """Return bytes as a text of three digits with the unit that suits them: `1.25 GB`, `48 B`."""
+    for unit, factor in _UNITS.items():
+        if count / factor < 999.5:
+            return f"{count / factor:.3g} {unit}B"
+    return f"{count / factor:.0f} {unit}B"
+
+
 __all__ = [
     "FilePlan",
     "OutTensor",
@@ -288,5 +296,6 @@ __all__ = [
     "parse_size",
     "plain_tensor",
     "plan_files",
+    "size_text",
     "slabs",
 ]

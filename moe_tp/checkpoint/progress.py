@@ -20,6 +20,8 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 
+from moe_tp.checkpoint.files import size_text
+
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all) of this rank
 
 
@@ -83,7 +85,7 @@ class Bar:
         elif now - self._last >= self.every or done == total:
             self._last = now
             left = (now - self._began) / max(1, done) * (total - done)
-            text = f"{self.what}: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {left:.0f} s left"
+            text = f"{self.what}: {size_text(done)} of {size_text(total)}, {left:.0f} s left"
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _draw(self, done: int, total: int, now: float) -> None:

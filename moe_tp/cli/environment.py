@@ -7,11 +7,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_tp.cli import RUN_FOLDER
 from moe_tp.errors import ConfigError
 
-__all__ = ["RUN_FOLDER", "Place", "find_place"]
-
-RUN_FOLDER = "MOE_TP_RUN_FOLDER"  # set by the launcher: where ranks meet and leave their failures
+__all__ = ["Place", "find_place"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

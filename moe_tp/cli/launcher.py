@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from moe_tp.cli.environment import RUN_FOLDER
+from moe_tp.cli import RUN_FOLDER
 from moe_tp.cli.failures import Failure, first_cause, read
 
 __all__ = ["GRACE_S", "PARENT_PIPE", "launch"]

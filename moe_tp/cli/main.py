@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,15 +17,13 @@ from typing import Protocol
 
 from moe_tp import __version__
 from moe_tp.cli import launcher
-from moe_tp.cli.environment import RUN_FOLDER, Place, find_place
+from moe_tp.cli.environment import Place, find_place
 from moe_tp.cli.failures import exit_code
-from moe_tp.cli.leaving import leave_at_sigterm
 from moe_tp.cli.notices import shown
+from moe_tp.cli.start import entry, loaded
 from moe_tp.errors import ConfigError, MoeTpError
 
-__all__ = ["entry", "main"]
-
-_RANKS = ("RANK", "SLURM_PROCID")  # variables of torchrun and our launcher, of Slurm
+__all__ = ["entry", "main"]  # the first for scripts of an install from before it had moved
 
 # One file a command; the summary stands here too, so that `moe-tp --help` loads none of them.
 COMMANDS = {
@@ -61,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     options = _parse(words)
+    loaded()
     place = None
     try:
         if not hasattr(options, "tp"):  # a command without ranks
@@ -99,32 +97,6 @@ def check_results(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {file}: {there} is no folder; choose another place")
         if not os.access(there, os.W_OK):
             raise ConfigError(f"--{name} {file} cannot be written; choose another place")
-
-
-def entry() -> None:
-    """End the process with the exit code of `main`, or with 130 where a signal has stopped it.
-
-    SIGTERM is taken as Ctrl-C is, from here until a run that saves has a handler of its own. A
-    rank of torchrun or Slurm, which may be inside a collective, leaves at once; a rank of our
-    launcher, which speaks for it, keeps the default.
-    """
-    rank = next((os.environ[name] for name in _RANKS if name in os.environ), None)
-    if rank is None:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    elif RUN_FOLDER not in os.environ:
-        leave_at_sigterm(stopped(rank))
-    try:
-        code = main()
-    except KeyboardInterrupt:
-        code = 130
-        if RUN_FOLDER not in os.environ:
-            print(stopped(rank), file=sys.stderr)
-    sys.exit(code)
-
-
-def stopped(rank: str | None) -> str:
-    """Return what stderr shows of a signal."""
-    return f"moe-tp: {'' if rank is None else f'rank {rank}: '}stopped by a signal"
 
 
 class _WithDefaults(argparse.HelpFormatter):

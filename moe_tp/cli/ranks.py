@@ -23,7 +23,7 @@ from moe_tp.cli.environment import Place
 from moe_tp.cli.failures import Failure, leave
 from moe_tp.cli.launcher import PARENT_PIPE
 from moe_tp.cli.options import runtime_of
-from moe_tp.errors import ConfigError, RankFailedError
+from moe_tp.errors import ConfigError, MoeTpError, RankFailedError, reads_like_an_ended_peer
 from moe_tp.log import get_logger
 
 if TYPE_CHECKING:
@@ -70,6 +70,9 @@ def joined(place: Place | None, options: argparse.Namespace) -> Iterator[None]:
         yield
         if place.run_folder is not None:
             (place.run_folder / f"done-{place.rank}").touch()
+    except KeyboardInterrupt:
+        _first(store, f"{place.rank} stopped by a signal")
+        raise
     except Exception as error:
         _record(error, place, store)
         raise
@@ -131,15 +134,26 @@ def _record(error: Exception, place: Place, store: Store | None) -> None:
         leave(place.run_folder, failure, error)
         return
     _tell_torchrun(error)
-    if store is None:
-        return
-    try:
-        first = store.compare_set(_FIRST, "", f"{place.rank} {failure.kind}: {failure.message}")
-    except RuntimeError:  # the store's host has gone; this rank's own error is all there is to tell
-        return
-    rank, text = first.decode().split(" ", 1)
-    if int(rank) != place.rank:
+    ours = isinstance(error, MoeTpError) or not isinstance(error, RuntimeError)
+    ended = not ours and reads_like_an_ended_peer(failure.message)
+    mine = "" if ended else f"{place.rank} {failure.kind}: {failure.message}"
+    rank, _, text = _first(store, mine).partition(" ")
+    if rank and int(rank) != place.rank:
         raise RankFailedError(f"stopped because rank {rank} failed first: {text}") from error
+    if ended:
+        raise RankFailedError(
+            "stopped because another rank ended without a word, killed or by a signal"
+        ) from error
+
+
+def _first(store: Store | None, mine: str) -> str:
+    """Return what the first rank to fail said, which is `mine` where none has; "" is no word."""
+    if store is None:
+        return mine
+    try:
+        return store.compare_set(_FIRST, "", mine).decode()
+    except RuntimeError:  # the store's host has gone; this rank's own error is all there is to tell
+        return mine
 
 
 def _tell_torchrun(error: Exception) -> None:

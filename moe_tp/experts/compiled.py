@@ -32,7 +32,15 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     library.moe_tp_swiglu.argtypes = [pointer] * 2 + [count] * 2 + [ctypes.c_int]
     library.moe_tp_swiglu_backward.argtypes = [pointer] * 6 + [count] * 2 + [ctypes.c_int]
-    for function in (library.moe_tp_swiglu, library.moe_tp_swiglu_backward):
+    sizes = (ctypes.POINTER(count), count, count, ctypes.c_int)
+    library.moe_tp_turned_swiglu.argtypes = [*[pointer] * 2, *sizes]
+    library.moe_tp_turned_swiglu_backward.argtypes = [*[pointer] * 7, *sizes]
+    for function in (
+        library.moe_tp_swiglu,
+        library.moe_tp_swiglu_backward,
+        library.moe_tp_turned_swiglu,
+        library.moe_tp_turned_swiglu_backward,
+    ):
         function.restype = None
     return library
 
@@ -86,3 +94,50 @@ def swiglu_backward(
         d_gate_up_nN.data_ptr(), d_weight_n.data_ptr(), *hidden_nF.shape,
         torch.get_num_threads(),
     )  # fmt: skip
+
+
+def turned_swiglu(gate_up_nN: torch.Tensor, hidden_nF: torch.Tensor, counts: Sequence[int]) -> None:
+    """Do `swiglu` of pre-activations that lie turned.
+
+    Args:
+        gate_up_nN: of each expert one column after the other.
+        hidden_nF: filled, its rows one after the other.
+        counts: rows of each expert.
+    """
+    passes = _passes()
+    assert passes is not None
+    passes.moe_tp_turned_swiglu(
+        gate_up_nN.data_ptr(), hidden_nF.data_ptr(), *_experts(counts), hidden_nF.shape[1],
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def turned_swiglu_backward(
+    grad_nF: torch.Tensor,
+    gate_up_nN: torch.Tensor,
+    weight_n: torch.Tensor,
+    hidden_nF: torch.Tensor,
+    d_gate_up_nN: torch.Tensor,
+    d_turned_nN: torch.Tensor,
+    d_weight_n: torch.Tensor,
+    counts: Sequence[int],
+) -> None:
+    """Do `swiglu_backward` where `gate_up_nN` lies turned, as `hidden_nF` then does too.
+
+    Args:
+        grad_nF, gate_up_nN, weight_n, hidden_nF, d_weight_n: as for `swiglu_backward`.
+        d_gate_up_nN: filled with the gradient of the pre-activations, as rows.
+        d_turned_nN: filled with the same, turned.
+        counts: rows of each expert.
+    """
+    passes = _passes()
+    assert passes is not None
+    passes.moe_tp_turned_swiglu_backward(
+        grad_nF.data_ptr(), gate_up_nN.data_ptr(), weight_n.data_ptr(), hidden_nF.data_ptr(),
+        d_gate_up_nN.data_ptr(), d_turned_nN.data_ptr(), d_weight_n.data_ptr(), *_experts(counts),
+        hidden_nF.shape[1], torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _experts(counts: Sequence[int]) -> tuple[ctypes.Array[ctypes.c_int64], int]:
+    return (ctypes.c_int64 * len(counts))(*counts), len(counts)

@@ -13,7 +13,8 @@ import torch
 
 from moe_tp.experts import compiled
 from moe_tp.experts.activation import Activation, ActivationStep, SwiGLU
-from moe_tp.experts.blocks import PASS
+from moe_tp.experts.blocks import PASS, Block
+from moe_tp.parallel.product import batches
 
 CHUNK = {"cpu": PASS, "cuda": 1 << 24}  # elements of one elementwise pass; CPU: stay in cache
 
@@ -23,8 +24,23 @@ def _chunks(rows: int, columns: int, device: torch.device) -> list[slice]:
     return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
 
 
-def activate(gate_up_nN: torch.Tensor, hidden_nF: torch.Tensor, act: Activation) -> None:
-    """Fill `hidden_nF` with the activation."""
+def turns(rows_RD: torch.Tensor, act: Activation) -> bool:
+    """Return whether pre-activations of a layer without adapters or their biases lie turned.
+
+    Args:
+        rows_RD: the rows.
+        act: the activation.
+    """
+    return isinstance(act, SwiGLU) and batches(rows_RD) and compiled.available((rows_RD[:0],))
+
+
+def activate(
+    block: Block, gate_up_nN: torch.Tensor, hidden_nF: torch.Tensor, act: Activation
+) -> None:
+    """Fill `hidden_nF` with the activation of the block's pairs."""
+    if block.turned:
+        compiled.turned_swiglu(gate_up_nN, hidden_nF, block.counts)
+        return
     if isinstance(act, SwiGLU) and compiled.available((gate_up_nN, hidden_nF)):
         compiled.swiglu(gate_up_nN, hidden_nF)
         return
@@ -35,15 +51,26 @@ def activate(gate_up_nN: torch.Tensor, hidden_nF: torch.Tensor, act: Activation)
 
 
 def activate_backward(
+    block: Block,
     grad_nF: torch.Tensor,
     gate_up_nN: torch.Tensor,
     weight_n: torch.Tensor,
     hidden_nF: torch.Tensor,
     d_gate_up_nN: torch.Tensor,
+    d_turned_nN: torch.Tensor | None,
     d_weight_n: torch.Tensor,
     act: Activation,
 ) -> None:
-    """Fill weighted hidden, pre-activation and weight gradients from `grad_nF` (overwritten)."""
+    """Fill weighted hidden, pre-activation and weight gradients from `grad_nF` (overwritten).
+
+    Where the block lies turned, so does hidden, and `d_turned_nN` is filled as well.
+    """
+    if d_turned_nN is not None:
+        compiled.turned_swiglu_backward(
+            grad_nF, gate_up_nN, weight_n, hidden_nF, d_gate_up_nN, d_turned_nN, d_weight_n,
+            block.counts,
+        )  # fmt: skip
+        return
     rows_of_all = (grad_nF, gate_up_nN, hidden_nF, d_gate_up_nN)
     if isinstance(act, SwiGLU) and compiled.available(rows_of_all, (weight_n, d_weight_n)):
         compiled.swiglu_backward(grad_nF, gate_up_nN, weight_n, hidden_nF, d_gate_up_nN, d_weight_n)

@@ -61,7 +61,7 @@ class ExpertKernel(Function):
         adapters = (gate_up_a, gate_up_b, down_a, down_b)
         biases = (gate_up_bias_e2F, down_bias_eD)
         weights = weights_of(gate_up_e2FD, down_eDF, biases, adapters, options)
-        places = _places(pair_row_P, counts_e, rows_RD, options)
+        places = _places(pair_row_P, counts_e, rows_RD, weights, options)
         blocks = make_blocks(
             counts_e,
             places.counts or options.counts,
@@ -69,6 +69,8 @@ class ExpertKernel(Function):
             grouped=options.grouped,
             hidden=weights.hidden,
             empty=places.empty,
+            runs=places.runs,
+            turned=not options.grouped and weights.turned(rows_RD, options.activation),
         )
         keep = not options.recompute and any(ctx.needs_input_grad)
         weight_Q = places.spread(weight_P)
@@ -132,14 +134,19 @@ _PARAMETERS = (
 
 
 def _places(
-    pair_row_P: torch.Tensor, counts_e: torch.Tensor, rows_RD: torch.Tensor, options: Options
+    pair_row_P: torch.Tensor,
+    counts_e: torch.Tensor,
+    rows_RD: torch.Tensor,
+    weights: Weights,
+    options: Options,
 ) -> Places:
     """Return where the pairs lie; reads the counts to the host unless the products are grouped."""
     if options.grouped:
         return Places(counts=(), row_Q=pair_row_P)
     if pair_row_P.shape[0] == 0:
         return Places(counts=(0,) * counts_e.shape[0], row_Q=pair_row_P)
-    return make_places(pair_row_P, options.counts or tuple(counts_e.tolist()), rows_RD)
+    hidden = 0 if options.quantized else weights.hidden
+    return make_places(pair_row_P, options.counts or tuple(counts_e.tolist()), rows_RD, hidden)
 
 
 def _forward(

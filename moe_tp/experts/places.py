@@ -19,7 +19,8 @@ import torch
 
 from moe_tp.experts import workspace
 from moe_tp.experts.rows import SumPlan, plan_sums, stable_order, sum_rows
-from moe_tp.parallel.product import compiles_each_size
+from moe_tp.experts.runs import even_out, find_runs
+from moe_tp.parallel.product import batches, compiles_each_size
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
 _LEAST_SUM = 1 << 16  # elements; below, plans of sums, and of fp32 places, cost more than they save
@@ -41,6 +42,8 @@ class Places:
         place_N: the place of each pair; None where each place holds the pair of its number.
         row_Q: the row of each place, 0 in empty ones.
         empty: places without a pair, in order.
+        runs: numbers of neighbouring experts with equally many places, whose products are one
+            call; empty where each expert has its own.
         sums: adds the places of each row, for sums in the rows' own dtype; None: wider ones.
     """
 
@@ -48,6 +51,7 @@ class Places:
     row_Q: torch.Tensor
     place_N: torch.Tensor | None = None
     empty: tuple[int, ...] = ()
+    runs: tuple[int, ...] = ()
     sums: SumPlan | None = None
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -58,7 +62,7 @@ class Places:
 
     def without_tensors(self) -> Places:
         """Return the numbers alone, for `with_tensors`."""
-        return Places(counts=self.counts, row_Q=_NOTHING, empty=self.empty)
+        return Places(counts=self.counts, row_Q=_NOTHING, empty=self.empty, runs=self.runs)
 
     def with_tensors(self, tensors: Sequence[Any]) -> Places:
         """Return the numbers with what `tensors` returned."""
@@ -99,19 +103,27 @@ class Places:
         return sum_rows(y_QD, self.sums, weight_S=weight_Q, dtype=y_QD.dtype)
 
 
-def make_places(pair_row_P: torch.Tensor, counts: Sequence[int], rows_RD: torch.Tensor) -> Places:
+def make_places(
+    pair_row_P: torch.Tensor, counts: Sequence[int], rows_RD: torch.Tensor, hidden: int = 0
+) -> Places:
     """Return the places of all pairs; where oneDNN multiplies, round numbers of them.
 
     Args:
         pair_row_P: int64, the row of each pair, sorted by expert.
         counts: pairs of each expert.
         rows_RD: the rows.
+        hidden: of an expert whose weights lie in one stack, for `moe_tp.experts.runs`; 0: each
+            expert stays alone.
     """
     num, in_16_bits = sum(counts), rows_RD.dtype == torch.bfloat16
     is_small = num * rows_RD.shape[1] < _LEAST_SUM
     if not compiles_each_size(rows_RD) or (is_small and not in_16_bits):
         return Places(counts=tuple(counts), row_Q=pair_row_P)
     sizes = tuple(round_up(count) for count in counts)
+    runs: tuple[int, ...] = ()
+    if hidden and batches(rows_RD):
+        runs = find_runs(counts, sizes, dim=rows_RD.shape[1], hidden=hidden)
+        sizes = even_out(sizes, runs) if runs else sizes
     row_N = pair_row_P[:num]
     place_N, row_Q = None, row_N
     empty: list[int] = []
@@ -130,4 +142,6 @@ def make_places(pair_row_P: torch.Tensor, counts: Sequence[int], rows_RD: torch.
         sums = plan_sums(row_N, rows, stable_order(row_N, rows))
         if place_N is not None:
             sums = SumPlan(place_N.index_select(0, sums.order_S), sums.bounds_N)
-    return Places(counts=sizes, row_Q=row_Q, place_N=place_N, empty=tuple(empty), sums=sums)
+    return Places(
+        counts=sizes, row_Q=row_Q, place_N=place_N, empty=tuple(empty), runs=runs, sums=sums
+    )

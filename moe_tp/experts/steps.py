@@ -15,7 +15,7 @@ import torch
 from moe_tp.experts import workspace
 from moe_tp.experts.activation import Activation
 from moe_tp.experts.blocks import Block, Scratch, Stack
-from moe_tp.experts.elementwise import activate, activate_backward
+from moe_tp.experts.elementwise import activate, activate_backward, turns
 from moe_tp.experts.quantized import QuantizedStack
 from moe_tp.experts.row_dropout import RowDropout
 
@@ -73,6 +73,12 @@ class Weights:
         last = a.shape[1] - 1
         return [(slice(g * size, (g + 1) * size), a[:, min(g, last)], b[:, g]) for g in (0, 1)]
 
+    def turned(self, rows_RD: torch.Tensor, act: Activation) -> bool:
+        """Return whether pre-activations lie turned; only the products know them so."""
+        others = (self.gate_up_bias_eN, self.gate_up_a, self.down_a)
+        plain = isinstance(self.gate_up_eND, torch.Tensor) and all(x is None for x in others)
+        return plain and turns(rows_RD, act)
+
 
 def pre_activation(
     block: Block,
@@ -82,7 +88,7 @@ def pre_activation(
     out_nN: torch.Tensor,
 ) -> torch.Tensor:
     """Return gate and up projections `[n, 2F]`, in `out_nN` where the block works in place."""
-    out_nN = block.nt(x_nD, weights.gate_up_eND, out_nN)
+    out_nN = block.nt(x_nD, weights.gate_up_eND, out_nN, block.turned)
     low_x_nD = weights.low_x(block, x_nD, row_n)
     for columns, a_erD, b_eFr in weights.halves():
         low_nr = block.nt(low_x_nD, a_erD)
@@ -125,7 +131,7 @@ def forward_block(
     x_nD = take(block, rows_RD, row_n, scratch, "x")
     gate_up_nN = pre_activation(block, x_nD, row_n, weights, gate_up_nN)
     hidden_nF = scratch.get("down_in", count, weights.hidden, dtype)
-    activate(gate_up_nN, hidden_nF, act)
+    activate(block, gate_up_nN, hidden_nF, act)
     # x is not needed any more
     y_nD = block.nt(hidden_nF, weights.down_eDF, x_nD if y_nD is None else y_nD)
     if weights.down_a is not None and weights.down_b is not None:
@@ -201,8 +207,8 @@ def backward_inputs(
         gate_up_nN: pre-activations.
         weights: the kernel's parameters.
         d_weight_n: filled with the gradient of the routing weights.
-        hidden_nF: filled with the down projection's input.
-        d_gate_up_nN: filled with the gradient of the pre-activations.
+        hidden_nF: filled with the down projection's input; turned where the block is.
+        d_gate_up_nN: filled with the gradient of the pre-activations, likewise.
         scratch: buffers.
         options: of the kernel.
         dx_nD: where to put the result; None: in a buffer that the next block uses again.
@@ -215,9 +221,13 @@ def backward_inputs(
         low_grad_nr = block.nn(dy_nD, weights.down_b).mul_(weights.scale)
         d_low_nF = block.nn(low_grad_nr, weights.down_a)
         d_hidden_nF.add_(weights.low_hidden(block, d_low_nF, row_n))
+    d_turned_nN = d_gate_up_nN if block.turned else None
+    if block.turned:
+        d_gate_up_nN = scratch.get("d_gate_up_rows", count, d_gate_up_nN.shape[1], dtype)
     activate_backward(
-        d_hidden_nF, gate_up_nN, weight_n, hidden_nF, d_gate_up_nN, d_weight_n, options.activation
-    )
+        block, d_hidden_nF, gate_up_nN, weight_n, hidden_nF, d_gate_up_nN, d_turned_nN, d_weight_n,
+        options.activation,
+    )  # fmt: skip
     if weights.down_bias_eD is not None:
         bias = block.each_row(weights.down_bias_eD)
         d_weight_n.add_((dy_nD * bias).sum(dim=1, dtype=d_weight_n.dtype))
@@ -245,7 +255,7 @@ def backward_weights(
 ) -> None:
     """Fill the gradients of the block's parameters from what `backward_inputs` left."""
     if "down_eDF" in grads.of:
-        block.tn(dy_nD, hidden_nF, grads.of["down_eDF"])
+        block.tn(dy_nD, hidden_nF, grads.of["down_eDF"], (False, block.turned))
     if weights.down_a is not None and weights.down_b is not None:
         low_hidden_nF = weights.low_hidden(block, hidden_nF, row_n)
         if "down_a" in grads.of:
@@ -257,7 +267,7 @@ def backward_weights(
     if "down_bias_eD" in grads.of:
         block.column_sums(dy_nD, weight_n, grads.of["down_bias_eD"])
     if "gate_up_eND" in grads.of:
-        block.tn(d_gate_up_nN, x_nD, grads.of["gate_up_eND"])
+        block.tn(d_gate_up_nN, x_nD, grads.of["gate_up_eND"], (block.turned, False))
     if "gate_up_bias_eN" in grads.of:
         ones = torch.ones_like(d_gate_up_nN[:, 0])
         block.column_sums(d_gate_up_nN, ones, grads.of["gate_up_bias_eN"])

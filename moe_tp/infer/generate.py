@@ -26,6 +26,7 @@ from moe_tp.infer.steps import Stream, run_call
 from moe_tp.infer.stops import Stops, is_id, stops_of
 from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.collectives import raw_all_gather, raw_all_reduce
+from moe_tp.parallel.exchange import sharing_memory
 from moe_tp.parallel.functions import working_dtype
 from moe_tp.parallel.held import holding
 from moe_tp.parallel.parameter import named_specs
@@ -102,7 +103,8 @@ def generate(
     Collectives: an exchange of the settings through the store; an all-gather of three integers over
         the world; those of the model's calls, of `choose`, and over dp an all-reduce of a number
         for each token with which a row may end (without stop tokens the last, or the model's
-        positions).
+        positions); on CPUs two all-gathers of objects over tp and over ep
+        (`moe_tp.parallel.exchange`).
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if not is_whole(max_new_tokens, 1):
@@ -142,9 +144,15 @@ def generate(
 def _serving(model: Decoder) -> Iterator[None]:
     """Have the model in evaluation mode without gradients; give each module its mode back."""
     modes = [(module, module.training) for module in model.modules()]
+    mesh = model.mesh
+    groups = [mesh.group(axis) for axis in ("tp", "ep") if mesh.device.type == "cpu"]
     model.eval()
     try:
-        with torch.no_grad(), holding() if _stays(model) else contextlib.nullcontext():
+        with (
+            torch.no_grad(),
+            sharing_memory(groups, mesh.runtime.timeout),
+            holding() if _stays(model) else contextlib.nullcontext(),
+        ):
             yield
     finally:
         reshard(model)

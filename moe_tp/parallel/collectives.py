@@ -32,6 +32,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd import Function
 
+from moe_tp.parallel.exchange import exchange_of
 from moe_tp.parallel.functions import apply_function
 from moe_tp.parallel.recompute import keep_tensor, kept_tensor
 
@@ -152,10 +153,13 @@ def raw_all_gather(
     out = kept_tensor()
     if out is None:
         _note(group, "all_gather", phase, x.nbytes * (group.size - 1))
-        flat = x.contiguous().reshape(1, *x.shape)
-        out = _wait(
-            torch.ops._c10d_functional.all_gather_into_tensor(flat, group.size, group.name)
-        ).view(group.size, *x.shape)
+        memory = exchange_of(group, x)
+        if memory is not None:
+            out = memory.all_gather(x)
+        else:
+            flat = x.contiguous().reshape(1, *x.shape)
+            gather = torch.ops._c10d_functional.all_gather_into_tensor
+            out = _wait(gather(flat, group.size, group.name)).view(group.size, *x.shape)
         keep_tensor(out)
     return out.flatten(0, 1) if dim == 0 and x.dim() else torch.cat(out.unbind(0), dim=dim)
 

@@ -114,6 +114,7 @@ class Runtime:
 
     Args:
         compute_dtype: dtype of matmuls and activations; None keeps the parameters' dtype.
+            float16 is for answers: `moe-tp finetune`, which does not scale the loss, refuses it.
         master_dtype: dtype in which parameters lie between steps; None keeps the loaded dtype, and
             is float32 in `moe-tp finetune`, whatever the folder holds.
         recompute: activations that backward computes again.

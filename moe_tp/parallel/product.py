@@ -46,6 +46,18 @@ def compiles_each_size(x: torch.Tensor) -> bool:
     return x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and _prefers_onednn())
 
 
+@functools.cache
+def _has_amx() -> bool:
+    """Return whether bf16 products are so quick that the calls around them show."""
+    supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return torch.backends.mkldnn.is_available() and supported is not None and supported()
+
+
+def batches(x: torch.Tensor) -> bool:
+    """Return whether one product of several matrices is quicker than one each; `x` is a factor."""
+    return x.is_cpu and x.dtype == torch.bfloat16 and _has_amx()
+
+
 def _by_onednn(a: torch.Tensor, columns: int) -> bool:
     if a.dtype != torch.float32 or not a.is_cpu or torch.compiler.is_compiling():
         return False
@@ -81,12 +93,14 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -
     """Return the matrix product `a @ b`, in `out` where that is given; outside autograd.
 
     Args:
-        a: `[n, k]`.
-        b: `[k, m]`.
-        out: `[n, m]`, overwritten.
+        a: `[n, k]`, or `[b, n, k]` of several products, where `batches` is true.
+        b: `[k, m]`, or `[b, k, m]`.
+        out: `[n, m]`, or `[b, n, m]`, overwritten.
 
     Collectives: none.
     """
+    if a.dim() == 3:
+        return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
     if not _by_onednn(a, b.shape[1]):
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
     if out is None:

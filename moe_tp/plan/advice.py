@@ -59,6 +59,8 @@ def _least(planner: Planner, gpus: int, gpu: Hardware) -> Candidate | None:
         return None
     best: tuple[float, ParallelLayout, Memory] | None = None
     for layout in legal_layouts(planner.config, planner.job, gpus)[0]:
+        if planner.least_passing(layout) > gpu.memory:
+            continue
         least = planner.least(layout)
         if least > gpu.memory or (best is not None and least >= best[0]):
             continue

@@ -17,12 +17,13 @@ from moe_tp.parallel.layout import ParallelLayout
 from moe_tp.plan.activations import Work
 from moe_tp.plan.fixed import Resting
 from moe_tp.plan.job import Job
-from moe_tp.plan.moments import Fullness, Memory, fullness
+from moe_tp.plan.moments import Fullness, Memory, Resident, fullness
 from moe_tp.plan.params import Kind
 from moe_tp.plan.parts import LAYERS
 from moe_tp.plan.stages import Stage
 
 _LOSS_PIECE = 128  # of parallel/vocab.py, which loads more of torch than a plan needs
+_NONE: Resident = (0.0, 0.0, 0.0, 0.0)
 _IDLE = Work(kept=0.0, again=0.0, moved=0.0, backward=0.0)
 
 
@@ -36,10 +37,14 @@ class _Layers(NamedTuple):
 
 
 class _Works(NamedTuple):
-    """Of one micro-batch: each kind of layer, as usual and at its fullest; and sums by stage."""
+    """Of one micro-batch: each kind of layer, as usual and at its fullest; and sums by stage.
+
+    `least` is what no peak falls below: its backward holds one layer of some kind.
+    """
 
     kinds: list[tuple[Kind, Work, Work]]
     stages: dict[tuple[int, int], _Layers]
+    least: float
 
 
 class Planner(Resting):
@@ -65,6 +70,10 @@ class Planner(Resting):
     def least(self, layout: ParallelLayout) -> float:
         """Return bytes that the peak is no less than, whatever is computed again."""
         return self.fixed(layout).least
+
+    def least_passing(self, layout: ParallelLayout) -> float:
+        """Return bytes that the peak is no less than, whatever rests there; dp and pp are free."""
+        return self._works_of(layout).least
 
     def trained(self, layout: ParallelLayout, stage: Stage) -> int:
         """Return the elements that the optimiser steps on a pipeline rank."""
@@ -104,13 +113,7 @@ class Planner(Resting):
 
     def _layers(self, layout: ParallelLayout, stage: Stage) -> _Layers:
         """Return what the layers of a pipeline rank hold of a micro-batch."""
-        key = (layout.cp, layout.tp, layout.ep, layout.etp)
-        works = self._works.get(key)
-        if works is None:
-            skew = self.job.layer_skew or self.job.skew
-            kinds = [kind for kind in self.kinds if kind in LAYERS]
-            both = [(k, self.work(k, layout), self.work(k, layout, skew)) for k in kinds]
-            self._works[key] = works = _Works(both, {})
+        works = self._works_of(layout)
         found = works.stages.get((stage.dense, stage.moe))
         if found is None:
             counts = {"dense": stage.dense, "moe": stage.moe}
@@ -126,6 +129,23 @@ class Planner(Resting):
                 working=fullest.again + fullest.backward,
                 most_kept=max((work.kept for work, _, _ in held), default=0.0),
             )
+        return found
+
+    def _works_of(self, layout: ParallelLayout) -> _Works:
+        """Return what each kind of layer holds of a micro-batch."""
+        key = (layout.cp, layout.tp, layout.ep, layout.etp)
+        found = self._works.get(key)
+        if found is None:
+            skew = self.job.layer_skew or self.job.skew
+            kinds = [kind for kind in self.kinds if kind in LAYERS]
+            both = [(k, self.work(k, layout), self.work(k, layout, skew)) for k in kinds]
+            kept = min(work.kept for _, work, _ in both)
+            passing = [
+                fullness(self.job, "backward", _NONE, 0.0, kept, w.moved, w.again + w.backward)
+                for _, _, w in both
+            ]
+            least = min(moment.total for moment in passing)
+            self._works[key] = found = _Works(both, {}, least)
         return found
 
     def _ends(self, layout: ParallelLayout, stage: Stage, micro: int, in_flight: int) -> float:

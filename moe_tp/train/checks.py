@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from moe_tp.checkpoint.files import size_text
 from moe_tp.errors import ConfigError
 from moe_tp.log import get_logger
 from moe_tp.train.config import FinetuneConfig, TrainConfig
@@ -55,11 +56,11 @@ def warn_of_final(
     free = shutil.disk_usage(output).free
     if free < needed:
         _log.warning(
-            "output=%s has %.1f GB free, and the weights in final/ take %.1f GB; free some before "
-            "the run ends",
+            "output=%s has %s free, and the weights in final/ take %s; free some before the run "
+            "ends",
             output,
-            free / 1e9,
-            needed / 1e9,
+            size_text(free),
+            size_text(needed),
         )
 
 

@@ -53,7 +53,7 @@ class DataConfig:
     Args:
         train: files, folders of them, or globs (`data/part-*.jsonl`, `data/**/*.txt`): .txt,
             .jsonl, .json, .csv, each also as .gz, .bz2 or .xz, .parquet, and folders that
-            `datasets` has saved.
+            `datasets` has saved. A .txt file is one text, whose lines end with newlines alone.
         eval: likewise, held out; none: no evaluation.
         format: of a record. `text`: {text}; `messages`: {messages: [{role, content}]}; `prompt`:
             {prompt, completion}; `alpaca`: {instruction, input, output}; `sharegpt`:
@@ -147,7 +147,8 @@ class TrainConfig:
             more forward pass; none: the model's own.
         z_coef: of the routers' z-loss; none: the model's own.
         rebalance_every: steps after which experts are dealt anew over the ranks of ep, by the load
-            since the last time, hot ones with replicas in runtime.spare_slots; 0: never.
+            since the last time, hot ones with replicas in runtime.spare_slots; with ep 1 none
+            moves; 0: never.
         freeze: what is not trained: patterns over hub names (`model.layers.0.*`, `q_proj`), groups
             (router, experts, shared_experts, attention, norms, embeddings), or `experts.3`, that
             expert of every layer. A frozen router keeps its correction bias too.
@@ -342,7 +343,25 @@ class FinetuneConfig:
                 f"train.probe_tokens={self.train.probe_tokens} takes its tokens from data.eval "
                 f"where data.streaming is on; give data.eval"
             )
+        self._refuse_fp16()
         object.__setattr__(self, "train", self._train_with_batch())
+
+    def _refuse_fp16(self) -> None:
+        """Refuse gradients in fp16: nothing scales the loss, and what is below 2^-25 becomes 0.
+
+        The frozen weights of LoRA may lie in it where another dtype computes.
+        """
+        computed, kept = self.runtime.compute_dtype, self.runtime.master_dtype
+        if kept == torch.float16 and (self.lora is None or computed is None):
+            name = "master_dtype"
+        elif computed == torch.float16:
+            name = "compute_dtype"
+        else:
+            return
+        raise ConfigError(
+            f"runtime.{name}=float16 cannot be trained in: the loss is not scaled here, so that "
+            f"small gradients become 0; choose bfloat16, or leave it out for float32"
+        )
 
     def _train_with_batch(self) -> TrainConfig:
         """Return the training settings with the global batch in rows."""

@@ -1,6 +1,7 @@
 """Records from data files: .txt, .jsonl, .json, .csv, .parquet, .arrow, or a folder of them.
 
-Files of text may be compressed (.jsonl.gz); they are decompressed as they are read.
+Files of text may be compressed (.jsonl.gz); they are decompressed as they are read. A .txt file is
+one record, its lines ended by newlines alone, whatever system wrote it.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _txt(path: Path) -> Iterator[Record]:
-    text = _read_text(path)
+    text = _read_text(path).replace("\r\n", "\n").replace("\r", "\n")
     if text.strip():
         yield Record(fields={"text": text}, where=str(path), whole_file=True)
 

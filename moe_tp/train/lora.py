@@ -30,7 +30,7 @@ from moe_tp.train.freeze import check_experts, train_rows
 from moe_tp.train.lora_dora import lengths
 from moe_tp.train.lora_fold import fold_lengths, fold_weight
 from moe_tp.train.lora_layers import ExpertLowRank, LinearLowRank
-from moe_tp.train.lora_targets import choose_parameters, group_of, layer_of
+from moe_tp.train.lora_targets import choose_parameters, group_of, layer_of, warn_of_rank
 
 _STATE = "_lora"  # beside the module tree of an adapted model
 
@@ -109,6 +109,13 @@ class Factors(NamedTuple):
         """The parameters of the adapter that are this one's: A, B, and DoRA's lengths."""
         return (self.a, self.b, *(["m"] if "m" in self.adapter.specs else []))
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Outputs and inputs of the matrix that is adapted, of one expert."""
+        a, b = (self.adapter.specs[name].shape for name in (self.a, self.b))
+        experts = a[0] if len(a) > 2 else 1  # gate and up, which share A, are one matrix
+        return math.prod(b[:-1]) // experts, a[-1]
+
     def whole_lengths(self) -> torch.Tensor:
         """Return DoRA's m over all ranks.
 
@@ -155,7 +162,8 @@ def lora_config(model: nn.Module) -> LoRAConfig | None:
 def apply_lora(model: nn.Module, config: LoRAConfig) -> None:
     """Add adapters to a model in place and freeze all else; B is zero, so it computes the same.
 
-    Routers' correction biases stand still too. Apply before the optimiser is made.
+    Routers' correction biases stand still too. Apply before the optimiser is made. A rank above the
+    smaller size of a matrix is warned of.
 
     Args:
         model: from `build` or `from_pretrained`.
@@ -167,6 +175,14 @@ def apply_lora(model: nn.Module, config: LoRAConfig) -> None:
 
     Collectives: an exchange of the settings through the store.
     """
+    attach(model, config)
+    decoder = _decoder(model)
+    sizes = {factors.fqn: factors.sizes for factors in adapters(decoder)}
+    warn_of_rank(decoder.name_rules, config.rank, sizes)
+
+
+def attach(model: nn.Module, config: LoRAConfig) -> None:
+    """Do what `apply_lora` does, for adapters whose rank was chosen before."""
     decoder = _decoder(model)
     if _STATE in decoder.__dict__:
         raise ConfigError("the model has adapters already; merge_lora(model) folds them in first")

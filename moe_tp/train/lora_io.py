@@ -25,7 +25,7 @@ from moe_tp.checkpoint.storage import local_path
 from moe_tp.errors import CheckpointError, ConfigError
 from moe_tp.models.decoder import Decoder
 from moe_tp.parallel.shards import local_index, to_local
-from moe_tp.train.lora import LoRAConfig, adapters, apply_lora, lora_config
+from moe_tp.train.lora import LoRAConfig, adapters, attach, lora_config
 from moe_tp.train.lora_legacy import join_experts
 from moe_tp.train.lora_names import (
     LENGTHS,
@@ -127,7 +127,7 @@ def load_adapter(model: nn.Module, path: str | os.PathLike[str]) -> None:
     read, tensors = together(lambda: _read(model, folder), world, mesh.device)
     mine = lora_config(model)
     if mine is None:
-        apply_lora(model, read)
+        attach(model, read)
     elif (mine.rank, mine.scale, mine.dora) != (read.rank, read.scale, read.dora):
         one, other = (f"rank={c.rank}, scale={c.scale:g}, dora={c.dora}" for c in (mine, read))
         raise ConfigError(

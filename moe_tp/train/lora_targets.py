@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from moe_tp.checkpoint.rules import NameRules
 from moe_tp.errors import ConfigError
+from moe_tp.log import get_logger
+
+_log = get_logger(__name__)
 
 GROUPS = {
     "attention": r"layers\.\d+\.attention\.(q|k|v|o|q_a|q_b|kv_a|kv_b)\.weight",
@@ -19,6 +22,7 @@ GROUPS = {
     "mlp": r"layers\.\d+\.(mlp\.(gate|up|down)|moe\.shared_gate)\.weight",
 }
 ALL_LINEAR = "all-linear"
+_NAMED = 3  # kinds of matrix that a warning names
 
 
 def group_of(fqn: str) -> str | None:
@@ -35,6 +39,35 @@ def hub_modules(rules: NameRules, fqn: str) -> list[str]:
     """Return the hub names of a parameter's pieces, without `.weight`."""
     names = dict.fromkeys(piece.hub_name for piece in rules.pieces[fqn])
     return [name.removesuffix(".weight") for name in names]
+
+
+def hub_kinds(rules: NameRules, fqn: str) -> list[str]:
+    """Return the hub names of a parameter's pieces with `*` for numbers, without `.weight`."""
+    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", m) for m in hub_modules(rules, fqn)))
+
+
+def warn_of_rank(rules: NameRules, rank: int, sizes: Mapping[str, tuple[int, int]]) -> None:
+    """Warn where adapters of a rank are larger than their matrices.
+
+    Args:
+        rules: name rules of the model.
+        rank: r.
+        sizes: outputs and inputs of each adapted matrix, by the name of its parameter.
+    """
+    small = {re.sub(r"\d+", "*", fqn): fqn for fqn, size in sizes.items() if rank > min(size)}
+    if not small:
+        return
+    found = [(" and ".join(hub_kinds(rules, fqn)), *sizes[fqn]) for fqn in small.values()]
+    named = [f"{name} ({out} x {width})" for name, out, width in found[:_NAMED]]
+    if len(found) > _NAMED:
+        named.append(f"{len(found) - _NAMED} more kinds of matrix")
+    _log.warning(
+        "lora rank=%d is above the smaller size of %s, where an adapter takes more than the whole "
+        "matrix and can learn no more; lower lora.rank to %d, or leave them out of lora.targets",
+        rank,
+        ", ".join(named),
+        min(min(size) for _, *size in found),
+    )
 
 
 def choose_parameters(rules: NameRules, targets: Sequence[str]) -> list[str]:
@@ -89,7 +122,7 @@ def _nothing(rules: NameRules, groups: dict[str, str], unmatched: list[str]) -> 
     present = [g for g in GROUPS if g != "mlp" and g in groups.values()]
     kinds: dict[str, None] = {}
     for fqn in groups:
-        kinds.update(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", m) for m in hub_modules(rules, fqn)))
+        kinds.update(dict.fromkeys(hub_kinds(rules, fqn)))
     known = [*present, ALL_LINEAR, *kinds, *(k.rsplit(".", 1)[-1] for k in kinds)]
     near = difflib.get_close_matches(unmatched[0], known, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""

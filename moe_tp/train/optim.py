@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from moe_tp.errors import ConfigError
 from moe_tp.parallel.gradients import parameter_groups
 from moe_tp.parallel.parameter import named_specs
 from moe_tp.train.adamw import SmallAdamW
@@ -25,19 +26,25 @@ def make_optimizer(model: nn.Module, config: TrainConfig, *, seed: int = 0) -> O
         seed: of stochastic rounding.
 
     Raises:
-        ConfigError: torchao is asked for and not installed.
+        ConfigError: torchao is asked for and not installed, or weights are in fp16.
     """
     groups = parameter_groups(
         model, weight_decay=config.weight_decay, lr=config.lr, router_lr=config.router_lr
     )
     if not groups:  # a pipeline rank of frozen layers
         groups = [{"params": [], "lr": config.lr, "weight_decay": 0.0}]
+    dtypes = {param.dtype for group in groups for param in group["params"]}
+    if torch.float16 in dtypes:
+        raise ConfigError(
+            "the model's weights are in float16, in which they cannot be trained: small gradients "
+            "and steps become 0; load it with dtype=torch.float32, or torch.bfloat16"
+        )
     for group in groups:
         group["peak_lr"] = group["lr"]
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     common: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-    narrow = any(p.dtype == torch.bfloat16 for group in groups for p in group["params"])
+    narrow = torch.bfloat16 in dtypes
     if config.optimizer == "adamw" and config.moments == "float32" and not narrow:
         kernel: dict[str, Any] = {} if config.kernel in ("auto", "loop") else {config.kernel: True}
         if config.kernel == "loop":

@@ -13,8 +13,11 @@ import torch
 from moe_tp.checkpoint.agree import gather_json
 from moe_tp.experts.moe import MoE
 from moe_tp.experts.placement import place, rebalance
+from moe_tp.log import get_logger
 from moe_tp.models.decoder import Decoder
 from moe_tp.routing.table import ExpertTable
+
+_log = get_logger(__name__)
 
 
 class Placement:
@@ -30,6 +33,8 @@ class Placement:
 
     def __init__(self, model: Decoder, every: int) -> None:
         self.model, self.every = model, every
+        if every:
+            _warn_of_none(model, every)
         self.counts_LE: torch.Tensor | None = None
 
     def after_step(
@@ -83,6 +88,26 @@ class Placement:
             slots = tuple(state["tables"][str(layer.layer)])
             if state["ep"] == ep and len(slots) == len(layer.table.slots):
                 place(layer, ExpertTable(layer.table.num_experts, ep, slots))
+
+
+def _warn_of_none(model: Decoder, every: int) -> None:
+    """Warn where no expert could lie elsewhere: on one rank, or one on each without a spare slot.
+
+    Not asked of the layers: a stage of a pipeline may have none.
+    """
+    ep, num_experts = model.mesh.size("ep"), model.config.moe.router.num_experts
+    if ep > 1 and (num_experts > ep or model.mesh.runtime.spare_slots):
+        return
+    why, fix = "one rank holds all of them", "choose ep above 1"
+    if ep > 1:
+        why, fix = "each rank holds one of them", "choose a lower ep, or runtime.spare_slots"
+    _log.warning(
+        "train.rebalance_every=%d moves no experts with ep=%d, where %s; leave it out, or %s",
+        every,
+        ep,
+        why,
+        fix,
+    )
 
 
 def _layers(model: Decoder) -> list[MoE]:

@@ -38,7 +38,7 @@ from moe_tp.parallel.collectives import Group, raw_all_reduce
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.train.adamw import SmallAdamW
 from moe_tp.train.config import FinetuneConfig
-from moe_tp.train.lora import LoRAConfig, apply_lora, merge_lora
+from moe_tp.train.lora import LoRAConfig, attach, merge_lora
 from moe_tp.train.placing import Placement
 from moe_tp.train.saver import Saver
 from moe_tp.train.settings import from_mapping, to_mapping
@@ -353,7 +353,7 @@ def export_checkpoint(
         model = allocate(config, mesh, master)
     model.name_rules = rules_for(config, about["hub_names"])
     if about["lora"] is not None:
-        apply_lora(model, from_mapping(LoRAConfig, about["lora"], str(path), "lora."))
+        attach(model, from_mapping(LoRAConfig, about["lora"], str(path), "lora."))
     load_state(model, None, path)
     if about["lora"] is not None:
         merge_lora(model)

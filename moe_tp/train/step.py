@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moe_tp.experts.moe import counted_step
+from moe_tp.log import warn_once
 from moe_tp.models.batches import batch_problem, count_agreed, fingerprints, share_numbers
 from moe_tp.models.decoder import Decoder
 from moe_tp.models.head import Aux
@@ -91,6 +92,12 @@ def forward_backward(
 
     Collectives: all-gather of eleven integers over the world; those of the calls.
     """
+    if backward and model.mesh.runtime.compute_dtype == torch.float16:
+        warn_once(
+            "gradients in fp16",
+            "compute_dtype=float16 computes gradients without loss scaling, so that small ones "
+            "become 0; choose bfloat16 to train",
+        )
     micro_batches = list(micro_batches)
     plan = _agree(model, micro_batches, step)
     router = model.config.moe.router
