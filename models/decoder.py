@@ -20,12 +20,13 @@ from torch._compile import _disable_dynamo
 from moe_tp.errors import ConfigError, DataError
 from moe_tp.experts.losses import SUMS
 from moe_tp.experts.moe import MoEAux
+from moe_tp.models.batches import batch_problem, count_agreed, fingerprints, share_numbers
 from moe_tp.models.blocks import Block, Call
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.families import rules_for
 from moe_tp.models.head import Aux, Head, Output
 from moe_tp.models.stages import DecoderStage, make_stages, pipeline_logits
-from moe_tp.models.tokens import batch_problem, count_agreed, prepare
+from moe_tp.models.tokens import prepare
 from moe_tp.parallel.collectives import accumulate_dtype, all_gather, all_reduce
 from moe_tp.parallel.context.sequence import order
 from moe_tp.parallel.context.ulysses import check_heads
@@ -160,9 +161,11 @@ class Decoder(nn.Module):
 
         Raises:
             DataError: the batch cannot be used (checked before anything is sent).
+            RankMismatchError: ranks that share a batch were given unlike ones (not looked at where
+                `target_tokens` is given: what counted them has).
 
-        Collectives: with labels and no `target_tokens` an all-reduce of two integers over dp; those
-            of the layers; the loss over the stage.
+        Collectives: without `target_tokens` an all-gather of eight integers over the world;
+            those of the layers; the loss over the stage.
         """
         if call is not None:
             x_TD, _ = self.run_layers(self.embed_tokens(call), call)
@@ -176,20 +179,22 @@ class Decoder(nn.Module):
         problem = batch_problem(
             self.config.vocab_size, input_ids, labels, attention_mask, position_ids
         )
+        batch = {
+            "input_ids": input_ids,
+            "labels": labels,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "sample_offset": sample_offset,
+        }
         if labels is not None and target_tokens is None:
-            batch = None if problem else (labels, attention_mask, position_ids)
-            target_tokens = count_agreed([batch], problem, self.mesh)
+            target_tokens = count_agreed([batch], problem, self.mesh, step)
+        if labels is None:
+            prints = fingerprints([batch], self.mesh, step, problem=problem)
+            share_numbers(self.mesh, (), prints, problem, "a batch")
         if problem is not None:
             raise DataError(problem)
         if self.stages:
-            arguments = {
-                "input_ids": input_ids,
-                "attention_mask": attention_mask,
-                "position_ids": position_ids,
-                "step": step,
-                "sample_offset": sample_offset,
-            }
-            whole, aux = pipeline_logits(self, arguments)
+            whole, aux = pipeline_logits(self, {**batch, "step": step})
             reshard(self)
             return Output(loss=None, aux=aux, logits=whole)
         call = self.open(

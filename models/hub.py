@@ -108,6 +108,12 @@ class HubFields:
             raise ConfigError(f"config.json: {name}={value!r} must be a list of whole numbers")
         return tuple(value)
 
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """Return a field of fields, empty where it is absent or null."""
+        value = self._typed(name, {}, (Mapping,), "a mapping")
+        assert isinstance(value, Mapping)
+        return value
+
     def kv_heads(self, heads: int, default: int) -> int:
         """Return the key and value heads: null is one a query head, as it was in older configs.
 
@@ -191,15 +197,16 @@ def read_rope(
         interleaved: the family's pairing.
 
     Raises:
-        ConfigError: a kind that is not supported; a value that stands only in the new spelling
-            while the old one decides; a part of each head in a family that rotates the whole.
+        ConfigError: a kind that is not supported, or not named beside a factor; a value that stands
+            only in the new spelling while the old one decides; a part of each head in a family that
+            rotates the whole.
     """
-    new, old = fields.raw("rope_parameters", {}), fields.raw("rope_scaling", None)
+    new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
     whole, partial = partial is None, partial or 1.0
     if old:
         _check_lost(fields, old, new, {"rope_theta": theta, "partial_rotary_factor": partial})
     given = dict(old or new or scaling or {})
-    kind = str(given.get("rope_type") or given.get("type") or "default")
+    kind = _rope_kind(given)
     if given.get("rope_theta") is None:
         given["rope_theta"] = fields.raw("rope_theta", theta)
     fraction = given.get("partial_rotary_factor")
@@ -235,6 +242,21 @@ def read_rope(
         attention_factor=values.optional_number("attention_factor"),
         truncate=values.flag("truncate", True),
     )
+
+
+def _rope_kind(given: Mapping[str, Any]) -> str:
+    """Return how positions are stretched; a factor says by how much, and does nothing alone."""
+    kind, factor = given.get("rope_type") or given.get("type"), given.get("factor")
+    if kind is None and factor not in (None, 1):
+        raise ConfigError(
+            f"config.json: the rope parameters have factor={factor!r} but no rope_type, so nothing "
+            f"would be stretched; add rope_type ('linear' or 'yarn', say), or delete the factor"
+        )
+    if kind in ("linear", "llama3") and factor is None:
+        raise ConfigError(
+            f"config.json: rope_type={kind!r} needs a factor; add it to the rope parameters"
+        )
+    return str(kind or "default")
 
 
 def _check_lost(

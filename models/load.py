@@ -200,8 +200,10 @@ def save_pretrained(
     Raises:
         ConfigError: the model is not this library's, or the dtype is none of weights.
         CheckpointError: it cannot be written; on every rank.
+        RankMismatchError: ranks were given unlike folders, dtypes or sizes.
 
-    Collectives: agreements over the world; each rank writes its own files.
+    Collectives: an exchange of the settings through the store, agreements over the world; each rank
+        writes its own files.
     """
     if not isinstance(model, Decoder):
         raise ConfigError(
@@ -210,6 +212,8 @@ def save_pretrained(
         )
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigError(f"save_pretrained writes into a folder, but path is {path!r}")
+    said = f"path={os.fspath(path)!r} dtype={dtype} max_shard_size={max_shard_size}"
+    model.mesh.agree("what save_pretrained writes", said)
     save_hub(
         model,
         path,

@@ -10,19 +10,16 @@ cut into equal runs, one for each tp rank; rows past B*S are padding, masked eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
-from moe_tp.errors import DataError
 from moe_tp.models.attention import Sequences
 from moe_tp.models.cache import LayerCache
 from moe_tp.models.config import ModelConfig
 from moe_tp.models.context import SharedSequences
 from moe_tp.models.rope import Rotation, rotation
-from moe_tp.parallel.collectives import raw_all_gather, raw_all_reduce
 from moe_tp.parallel.context.sequence import padded_length, share
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.random import DropoutKey
@@ -93,81 +90,6 @@ class Tokens:
         )
 
 
-def batch_problem(
-    vocab_size: int,
-    input_ids: torch.Tensor,
-    labels: torch.Tensor | None = None,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-) -> str | None:
-    """Return what is wrong with a batch as one sentence, or None.
-
-    Args:
-        vocab_size: ids must lie below.
-        input_ids, labels, attention_mask, position_ids: `[B, S]`.
-    """
-    named = {"labels": labels, "attention_mask": attention_mask, "position_ids": position_ids}
-    given: dict[str, object] = {"input_ids": input_ids, **named}
-    for name, what in given.items():
-        if what is not None and not isinstance(what, torch.Tensor):
-            return f"{name} is of type {type(what).__name__}; it must be a tensor"
-    if input_ids.dim() != 2 or input_ids.dtype.is_floating_point:
-        return (
-            f"input_ids has shape {list(input_ids.shape)} and dtype {input_ids.dtype}; it must be "
-            f"[batch, sequence] of whole numbers"
-        )
-    for name, value in named.items():
-        if value is not None and value.shape != input_ids.shape:
-            return (
-                f"{name} has shape {list(value.shape)}, but input_ids has "
-                f"{list(input_ids.shape)}; they must be equal"
-            )
-    if input_ids.numel() == 0:
-        return None
-    low, high = (int(v) for v in torch.stack(torch.aminmax(input_ids)))
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        return (
-            f"token id {bad} lies outside the vocabulary of {vocab_size}; use the tokenizer that "
-            f"belongs to the model"
-        )
-    if labels is not None:
-        wrong = ((labels < 0) & (labels != IGNORE)) | (labels >= vocab_size)
-        if bool(wrong.any()):
-            return (
-                f"label {int(labels[wrong][0])} lies outside the vocabulary of {vocab_size}; use "
-                f"{IGNORE} for tokens without a target"
-            )
-    return None
-
-
-def share_numbers(
-    mesh: Mesh, numbers: Sequence[int], problem: str | None, what: str
-) -> list[list[int]]:
-    """Return the numbers of every dp rank, unless one of them has a problem.
-
-    Args:
-        mesh: the mesh.
-        numbers: this rank's, as many on every rank.
-        problem: why what this rank was given cannot be used, or None.
-        what: it was given.
-
-    Raises:
-        DataError: on every rank: this rank's problem, or which rank has one.
-
-    Collectives: all-gather of the numbers and one more over dp.
-    """
-    group = mesh.group("dp")
-    mine = torch.tensor([[*numbers, int(problem is not None)]], device=mesh.device)
-    table = raw_all_gather(mine, group).tolist()
-    if problem is not None:
-        raise DataError(problem)
-    bad = [group.ranks[i] for i, row in enumerate(table) if row[-1]]
-    if bad:
-        raise DataError(f"rank {bad[0]} was given {what} that cannot be used; its message says why")
-    return [row[:-1] for row in table]
-
-
 def document_starts(position_ids: torch.Tensor) -> torch.Tensor:
     """Return `[B, S]`, True where a document begins inside a row: positions do not go on by one."""
     starts = torch.zeros_like(position_ids, dtype=torch.bool)
@@ -190,7 +112,7 @@ def next_token_targets(
         attention_mask: true where a token is real.
         position_ids: restart at the documents of a packed row.
     """
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    targets = F.pad(labels[:, 1:].to(torch.int64), (0, 1), value=IGNORE)
     none = torch.zeros_like(targets, dtype=torch.bool)
     if position_ids is not None:
         none |= F.pad(document_starts(position_ids)[:, 1:], (0, 1))
@@ -198,39 +120,6 @@ def next_token_targets(
         real = attention_mask.bool()
         none |= ~real | ~F.pad(real[:, 1:], (0, 1))
     return targets.masked_fill(none, IGNORE)
-
-
-TargetBatch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-
-
-def count_agreed(
-    batches: Sequence[TargetBatch | None], problem: str | None, mesh: Mesh
-) -> torch.Tensor:
-    """Return the targets of all batches on all dp ranks, or raise on every rank if one is bad.
-
-    Args:
-        batches: labels, attention mask and positions of each; None for a bad or empty one.
-        problem: what is wrong with this rank's batches, or None.
-        mesh: the mesh.
-
-    Raises:
-        DataError: this rank's problem, or that another rank has one.
-
-    Collectives: all-reduce of two integers over dp.
-    """
-    count = sum(
-        (next_token_targets(*batch) != IGNORE).sum() for batch in batches if batch is not None
-    )
-    both = torch.tensor([int(count), int(problem is not None)], device=mesh.device)
-    both = raw_all_reduce(both, mesh.group("dp"))
-    if problem is not None:
-        raise DataError(problem)
-    if mesh.size("dp") > 1 and int(both[1]):
-        raise DataError(
-            f"{int(both[1])} other data-parallel ranks were given a batch that cannot be used; "
-            f"their own messages say why"
-        )
-    return both[0]
 
 
 def attention_masks(

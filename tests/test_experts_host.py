@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_tp import MoE, clip_grad_norm, parameter_groups, settle_gradients
-from moe_tp.errors import ConfigError
+from moe_tp.errors import ConfigError, RankMismatchError
 from moe_tp.experts.host import library_parameters, prepare_for_ddp
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import named_specs
@@ -114,6 +114,53 @@ def test_gradient_convention_is_checked() -> None:
     """F3."""
     with pytest.raises(ConfigError, match="choose 'sum' or 'mean'"):
         MoE(8, 8, RouterConfig(4, 2), Mesh.single(), gradient="average")  # type: ignore[arg-type]
+
+
+UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
+    "dim": ({"dim": 12}, "dim=12"),
+    "expert_dim": ({"expert_dim": 16}, "expert_dim=16"),
+    "router": ({"router": RouterConfig(4, 3)}, "top_k=3"),
+    "function": ({"router": RouterConfig(4, 2, function=min)}, "function=min"),
+    "shared": ({"num_shared": 1}, "hidden=8"),
+    "seed": ({"seed": 7}, "seed=7"),
+    "activation": ({"activation": "gelu"}, "activation="),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_ranks_that_make_unlike_layers(name: str) -> None:
+    """F2: told when the layer is made; other choices would mix, other widths abort the process."""
+    changes, word = UNLIKE[name]
+    for text in run_ranks(_unlike, 2, changes):
+        assert "ranks [1] disagree with rank 0 about the settings of an MoE layer" in text
+        assert word in text
+
+
+def _unlike(changes: dict[str, Any]) -> str:
+    mesh = mesh_of_layout({"ep": 2})
+    settings = {"dim": 8, "expert_dim": 8, "router": RouterConfig(4, 2), "seed": 1}
+    with pytest.raises(RankMismatchError) as caught:
+        MoE(**settings | (changes if mesh.rank else {}), mesh=mesh)
+    return str(caught.value)
+
+
+def _functions(mesh: Mesh) -> None:
+    def of_my_own(*args: Any, **named: Any) -> Any:
+        raise NotImplementedError
+
+    MoE(8, 8, RouterConfig(4, 2, function=of_my_own), mesh)
+
+
+def test_stages_may_hold_other_layers() -> None:
+    """F2: only ranks that hold a layer compare it, and a function not by where it lies."""
+    run_ranks(_stages, 4)
+
+
+def _stages() -> None:
+    mesh = mesh_of_layout({"pp": 2, "ep": 2})
+    for _ in range(1 + mesh.stage):
+        MoE(8 + mesh.stage, 8, RouterConfig(4, 2), mesh)
+    _functions(mesh)
 
 
 def test_layers_differ_and_replicas_do_not() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from model_cases import CASES, error, hub_config
@@ -143,7 +144,7 @@ def test_more_layouts_say_the_same(case: str, layout: dict[str, int], tmp_path: 
     check_layout(case, layout, tmp_path)
 
 
-def own_rows(layout: dict[str, int]) -> tuple[list[list[int]], str, list[bool]]:
+def own_rows(layout: dict[str, int]) -> tuple[list[list[int]], str, list[bool], str]:
     mesh = Mesh(ParallelLayout(**layout))
     model = build(ModelConfig.from_hub(hub_config("mixtral")), mesh, seed=1)
     model.train()
@@ -164,15 +165,21 @@ def own_rows(layout: dict[str, int]) -> tuple[list[list[int]], str, list[bool]]:
     except DataError as problem:
         said = str(problem)
     same = [a == m.training for a, m in zip(modes, model.modules(), strict=True)]
-    return tokens, said, same
+    bad = torch.tensor([[0.0, -1e9] if first else [1.0, 1.0]])
+    with pytest.raises(DataError) as caught:
+        generate(model, torch.tensor([[1, 2]]), attention_mask=bad, max_new_tokens=2)
+    return tokens, said, same, str(caught.value)
 
 
 def test_a_rank_without_rows_and_a_bad_prompt() -> None:
     """C19, F2: an idle dp rank takes part; a prompt that one rank cannot use stops all."""
-    ((tokens, said, same),) = run_ranks(own_rows, 1, {})
+    ((tokens, said, same, mask),) = run_ranks(own_rows, 1, {})
     assert all(same)
+    assert "attention_mask holds -1000000000.0" in mask
     assert "token id 99 lies outside the vocabulary of 61" in said
-    (none, _, _), (got, there, same) = run_ranks(own_rows, 2, {"ep": 2})
+    (none, _, _, mask), (got, there, same, word) = run_ranks(own_rows, 2, {"ep": 2})
+    assert "attention_mask holds -1000000000.0" in mask
+    assert "rank 0 was given prompts that cannot be used" in word
     assert (none, got) == ([], tokens)
     assert "rank 0 was given prompts that cannot be used" in there
     assert all(same)
@@ -330,12 +337,15 @@ def test_settings_that_are_none_are_refused() -> None:
         ({"stop_ids": -1}, "from 0 to"),
         ({"stop_ids": [2, model.config.vocab_size]}, "from 0 to"),
         ({"top_k": 2.5}, "top_k=2.5 must be a whole number"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens=1.5 must be a whole number from 1 on"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be a whole number from 1 on"),
         ({"top_p": 0.0}, "top_p=0.0 must lie in"),
     ]
     for given, said in settings:
         with pytest.raises(ConfigError, match=said):
             generate(model, [[1, 2]], **given)
+    few, k = np.array([2, 3])
+    assert len(generate(model, [[1, 2]], max_new_tokens=few, top_k=k, stop_ids=[]).tokens[0]) == 2
 
 
 def test_a_temperature_near_zero_takes_the_likeliest() -> None:

@@ -244,6 +244,9 @@ def test_a_published_top_1_model_is_read(case: str) -> None:
         ("mixtral", {"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06"),
         ("mixtral", {"rope_theta": 0}, "rope_theta=0"),
         ("mixtral", {"sliding_window": -1}, "sliding_window=-1"),
+        ("mixtral", {"rope_scaling": {"factor": 4.0}}, "factor=4.0 but no rope_type"),
+        ("mixtral", {"rope_parameters": {"rope_type": "linear"}}, "'linear' needs a factor"),
+        ("mixtral", {"rope_scaling": "linear"}, "rope_scaling='linear' must be a mapping"),
         ("qwen2_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (
             "mixtral",

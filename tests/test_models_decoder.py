@@ -300,7 +300,7 @@ def test_token_beyond_the_vocabulary() -> None:
     first, second = run_ranks(bad_batch, 2, {"dp": 2})
     assert "token id 61" in second
     assert "vocabulary of 61" in second
-    assert "other data-parallel rank" in first
+    assert "rank 1 was given a batch that cannot be used" in first
 
 
 @pytest.mark.parametrize(
@@ -311,15 +311,30 @@ def test_token_beyond_the_vocabulary() -> None:
         ({"labels": torch.tensor([[1]])}, ("labels", "[1, 1]", "[1, 2]")),
         ({"labels": torch.tensor([[1, -7]])}, ("label -7", "-100")),
         ({"position_ids": torch.tensor([[1]])}, ("position_ids",)),
+        ({"position_ids": torch.tensor([[0.0, 1.0]])}, ("position_ids", "whole numbers")),
+        ({"labels": torch.tensor([[1.0, 2.0]])}, ("labels", "float32", "whole numbers")),
+        ({"attention_mask": torch.tensor([[-1e9, 0.0]])}, ("holds -1000000000.0", "added to")),
+        ({"attention_mask": torch.tensor([[1, 2]])}, ("attention_mask holds 2", "position_ids")),
     ],
 )
 def test_unusable_batches(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    """F3, C54: among them masks that mean something else, which would be obeyed the wrong way."""
     model = build(ModelConfig.from_hub(hub_config("mixtral")), Mesh.single())
     batch = {"input_ids": torch.tensor([[1, 2]]), **changes}
     with pytest.raises(DataError) as caught:
         model(**batch)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_ids_of_few_bits(dtype: torch.dtype) -> None:
+    """L1: -100 does not fit into a byte, and is no target all the same."""
+    model = build(ModelConfig.from_hub(hub_config("mixtral")), Mesh.single())
+    ids = torch.tensor([[1, 2, 3, 4]])
+    mask = torch.tensor([[1, 1, 1, 0]])
+    (expected, got) = (model(x, x, m) for x, m in ((ids, mask), (ids.to(dtype), mask.to(dtype))))
+    assert torch.equal(expected.loss, got.loss)
 
 
 def test_targets() -> None:

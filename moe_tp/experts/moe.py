@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_tp.errors import ConfigError
 from moe_tp.experts.activation import Activation
 from moe_tp.experts.activation import activation as activation_of
+from moe_tp.experts.agree import agreed_seed
 from moe_tp.experts.dispatch import (
     CountingDispatcher,
     Dispatcher,
@@ -38,7 +39,6 @@ from moe_tp.experts.pieces import run_pieces, split_in_pieces
 from moe_tp.experts.router import Router, count_load, counted_step, update_router_bias
 from moe_tp.experts.serving import ServingDispatcher, WholeDispatcher
 from moe_tp.log import warn_once
-from moe_tp.parallel.collectives import raw_all_reduce
 from moe_tp.parallel.linear import ReplicatedLinear
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.parameter import ParallelModule, initialise
@@ -105,8 +105,9 @@ class MoE(nn.Module):
 
     Raises:
         ConfigError: experts or widths do not fit the mesh.
+        RankMismatchError: ranks make unlike layers.
 
-    Collectives: an all-reduce of the seed over the owners where none is given.
+    Collectives: those of `agreed_seed`.
     """
 
     def __init__(
@@ -174,7 +175,12 @@ class MoE(nn.Module):
                 "model then trains on what it cannot see when it generates",
             )
         if not torch.empty(0).is_meta:
-            initialise(self, _agreed_seed(mesh) if seed is None else seed)
+            settings = (
+                f"dim={dim} expert_dim={expert_dim} hidden={hidden} shared_gate={shared_gate} "
+                f"gradient={gradient} activation={type(act).__name__} expert_bias={expert_bias} "
+                f"dtype={dtype} init={init} layer={layer} table={self.table}"
+            )
+            initialise(self, agreed_seed(mesh, router, settings, seed))
 
     @_disable_dynamo  # torch.compile: one graph break, and the layer runs as it is
     def forward(
@@ -391,9 +397,3 @@ class MoE(nn.Module):
             gate_T1 = torch.sigmoid(self.shared_gate(x_TD))
             y_TD = y_TD * gate_T1.to(y_TD.dtype)
         return y_TD if mask_T is None else torch.where(mask_T[:, None], y_TD, 0.0)
-
-
-def _agreed_seed(mesh: Mesh) -> int:
-    """Return a seed from torch's generator, the same on all ranks."""
-    draw = torch.randint(1 << 62, (1,)).to(mesh.device)
-    return int(raw_all_reduce(draw, mesh.group("stage"), "max"))

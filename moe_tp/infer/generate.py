@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_tp.errors import ConfigError, RoutingError
+from moe_tp.errors import ConfigError, DataError, RoutingError
 from moe_tp.infer.prompts import (
     Prompts,
     Rows,
@@ -21,7 +21,7 @@ from moe_tp.infer.prompts import (
     read_prompts,
     share_of,
 )
-from moe_tp.infer.sampling import Sampling, choose, gather_logits
+from moe_tp.infer.sampling import Sampling, choose, gather_logits, is_whole
 from moe_tp.infer.steps import Stream, run_call
 from moe_tp.infer.stops import Stops, is_id, stops_of
 from moe_tp.models.decoder import Decoder
@@ -97,16 +97,19 @@ def generate(
     Raises:
         DataError: a prompt cannot be used; on every rank, before anything is computed.
         ConfigError: a setting or the layout does not serve.
-        RankMismatchError: ranks were given different settings.
+        RankMismatchError: ranks were given different settings, or ones that share a batch different
+            prompts.
 
-    Collectives: an exchange of the settings through the store; an all-gather of two integers over
-        dp; those of the model's calls, of `choose`, and over dp an all-reduce of a number for each
-        token with which a row may end (without stop tokens the last, or the model's positions); on
-        CPUs two all-gathers of objects over tp and over ep (`moe_tp.parallel.exchange`).
+    Collectives: an exchange of the settings through the store; an all-gather of three integers over
+        the world; those of the model's calls, of `choose`, and over dp an all-reduce of a number
+        for each token with which a row may end (without stop tokens the last, or the model's
+        positions); on CPUs two all-gathers of objects over tp and over ep
+        (`moe_tp.parallel.exchange`).
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+    if not is_whole(max_new_tokens, 1):
         raise ConfigError(f"max_new_tokens={max_new_tokens} must be a whole number from 1 on")
+    max_new_tokens = int(max_new_tokens)
     if split_rows and return_logits:
         raise ConfigError("return_logits=True is for this rank's own rows; leave split_rows out")
     check_model(model)
@@ -120,10 +123,13 @@ def generate(
                 f"{vocab_size - 1}; texts have ids by the model's tokenizer"
             )
         stops = Stops(ids=frozenset(map(int, given)), pad=stops.pad)
-    prompts = read_prompts(input_ids, attention_mask)
+    try:
+        prompts, problem = read_prompts(input_ids, attention_mask), None
+    except DataError as error:  # told to the ranks that wait for this one
+        prompts, problem = [], str(error)
     said = [sampling, max_new_tokens, sorted(stops.ids), split_rows, prompts if split_rows else ()]
     model.mesh.agree("the settings of generate", repr(said))
-    problem = prompt_problem(model, prompts)
+    problem = problem or prompt_problem(model, prompts)
     share = share_of(len(prompts), model.mesh) if split_rows else slice(None)
     rows = agree_rows(model, prompts[share], problem)
     with _serving(model):

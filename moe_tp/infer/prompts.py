@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from moe_tp.errors import ConfigError, DataError
+from moe_tp.models.batches import Prints, mask_problem, share_numbers
 from moe_tp.models.decoder import Decoder
-from moe_tp.models.tokens import share_numbers
 from moe_tp.parallel.mesh import Mesh
+from moe_tp.parallel.random import key_of
 
 Prompts = torch.Tensor | Sequence[Sequence[int]] | Sequence[torch.Tensor]
 
@@ -57,7 +58,8 @@ def read_prompts(input_ids: Prompts, attention_mask: torch.Tensor | None) -> lis
     """Return each row's real tokens.
 
     Raises:
-        DataError: not `[B, S]` of whole numbers or a list of lists, or a mask of another shape.
+        DataError: not `[B, S]` of whole numbers or a list of lists, or a mask that is not one of
+            real tokens.
     """
     if isinstance(input_ids, torch.Tensor):
         if input_ids.dim() != 2 or input_ids.dtype.is_floating_point:
@@ -72,6 +74,9 @@ def read_prompts(input_ids: Prompts, attention_mask: torch.Tensor | None) -> lis
                 f"attention_mask has shape {list(attention_mask.shape)}, but input_ids has "
                 f"{list(input_ids.shape)}; they must be equal"
             )
+        problem = mask_problem(attention_mask)
+        if problem is not None:
+            raise DataError(problem)
         pairs = zip(input_ids.tolist(), attention_mask.bool().tolist(), strict=True)
         return [[i for i, real in zip(*pair, strict=True) if real] for pair in pairs]
     if attention_mask is not None:
@@ -117,10 +122,13 @@ def agree_rows(model: Decoder, prompts: list[list[int]], problem: str | None) ->
 
     Raises:
         DataError: this rank's problem, or that another rank has one.
+        RankMismatchError: ranks that share a batch were given unlike prompts.
 
-    Collectives: all-gather of two integers over dp.
+    Collectives: all-gather of three integers over the world.
     """
-    counts = [row[0] for row in share_numbers(model.mesh, [len(prompts)], problem, "prompts")]
+    prints: Prints = {"prompts": torch.tensor(key_of(prompts))}
+    found = share_numbers(model.mesh, [len(prompts)], prints, problem, "prompts")
+    counts = [row[0] for row in found]
     return Rows(
         prompts=prompts,
         first=sum(counts[: model.mesh.group("dp").rank]),

@@ -6,12 +6,21 @@ Letters: B rows · V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 import torch
 
 from moe_tp.errors import ConfigError
 from moe_tp.parallel.collectives import Group, raw_all_gather, raw_all_reduce
 from moe_tp.parallel.random import hash_bits, key_of
+
+
+def is_whole(value: Any, least: int) -> bool:
+    """Return whether a value is a whole number, one of numpy's included, and not below `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return False
+    return int(value) >= least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +46,7 @@ class Sampling:
             )
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"top_p={self.top_p} must lie in (0, 1]; 1 draws among all tokens")
-        if not isinstance(self.top_k, int) or self.top_k < 0:
+        if not is_whole(self.top_k, 0):
             raise ConfigError(f"top_k={self.top_k} must be a whole number, 0 (all tokens) or above")
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ from moe_tp.parallel.spec import REPLICA_AXES, ParamSpec
 from moe_tp.parallel.zero import reshard
 
 _BUCKET_BYTES = 64 << 20
+# Models whose ranks were found to train the same parameters, at their first step.
+_COMPARED: WeakSet[nn.Module] = WeakSet()
 
 
 def library_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -49,17 +52,23 @@ def settle_gradients(model: nn.Module) -> None:
 
     Raises:
         ConfigError: a parameter that ZeRO should have sharded is not sharded.
+        RankMismatchError: at a model's first step: ranks train unlike parameters.
 
-    Collectives: all-reduces in fp32 over the owed axes (dense: dp_cp, with tp where the gradient
-    covers owned tokens only; experts: edp; a tied embedding under pp: also the pipeline's two
-        ends), in buckets of 64 MiB; where experts have replicas, those of `sum_replicas` after.
+    Collectives: at a model's first step an exchange of names through the store; all-reduces in fp32
+        over the owed axes (dense: dp_cp, with tp where the gradient covers owned tokens only;
+        experts: edp; a tied embedding under pp: also the pipeline's two ends), in buckets of
+        64 MiB; where experts have replicas, those of `sum_replicas` after.
     """
     reshard(model)  # a forward without backward leaves whole parameters, which carry no gradient
     debts: dict[tuple[str, ...], list[tuple[NamedSpec, torch.Tensor]]] = defaultdict(list)
     paid: list[NamedSpec] = []
     # A parameter that two pipeline ranks hold never rests sharded, so it always shows a debt.
     mesh: Mesh | None = None
-    for entry in named_specs(model):
+    entries = list(named_specs(model))
+    if entries and model not in _COMPARED:
+        _compare_trained(entries)
+        _COMPARED.add(model)
+    for entry in entries:
         if not entry.param.requires_grad:
             continue
         mesh = entry.module.mesh
@@ -76,6 +85,15 @@ def settle_gradients(model: nn.Module) -> None:
         _pay(debts[axes], _joint_groups(mesh, axes))
     for entry in paid:
         sum_replicas(entry)
+
+
+def _compare_trained(entries: Sequence[NamedSpec]) -> None:
+    """Raise if ranks that sum the same parameters train unlike ones: their sums would mix."""
+    mesh = entries[0].module.mesh
+    for domain, axis in (("dense", "stage"), ("expert", "edp")):
+        mine = [e for e in entries if e.spec.domain == domain and e.param.requires_grad]
+        trained = " ".join(entry.fqn for entry in mine)
+        mesh.agree(f"which {domain} parameters are trained", trained, axis=axis)
 
 
 def _drop_untrained(entry: NamedSpec, grad: torch.Tensor) -> None:

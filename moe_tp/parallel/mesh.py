@@ -226,34 +226,38 @@ class Mesh:
             return Group(axis, ranks=(self.rank,))
         return Group(axis, len(mine), mine.index(self.rank), mine, made[mine])
 
-    def agree(self, what: str, value: str) -> None:
-        """Check that every rank of the world holds the same `value`.
+    def agree(self, what: str, value: str, *, axis: str | None = None) -> None:
+        """Check that every rank of the world, or of an axis, holds the same `value`.
 
         Args:
             what: the thing compared, for the message.
             value: any text, such as the repr of a configuration.
+            axis: None for the world.
 
         Raises:
-            RankMismatchError: names the ranks that differ from rank 0, and their values.
+            RankMismatchError: names the ranks that differ from the first, and their values.
 
         Collectives: exchange of a text a rank through the store of the default group.
         """
-        if self.world_size == 1:
+        ranks = range(self.world_size) if axis is None else self.group(axis).ranks
+        if len(ranks) == 1:
             return
         store = dist.distributed_c10d._get_default_store()
-        turn = store.add(f"moe_tp/agree/turn/{self.rank}", 1)
-        prefix = f"moe_tp/agree/{turn}"
+        # the groups of an axis come here as often as their layers do, each by its own count
+        folder = "moe_tp/agree" if axis is None else f"moe_tp/agree/{','.join(map(str, ranks))}"
+        turn = store.add(f"{folder}/turn/{self.rank}", 1)
         digest = hashlib.sha256(f"{what}\0{value}".encode()).hexdigest()
-        store.set(f"{prefix}/{self.rank}", f"{digest} {what}: {value[:2000]}")
-        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
+        store.set(f"{folder}/{turn}/{self.rank}", f"{digest} {what}: {value[:2000]}")
+        keys = [f"{folder}/{turn}/{rank}" for rank in ranks]
         store.wait(keys, timedelta(seconds=self.runtime.timeout))
         texts = [text.decode() for text in store.multi_get(keys)]
-        odd = [rank for rank, text in enumerate(texts) if text[:64] != texts[0][:64]]
+        told = dict(zip(ranks, texts, strict=True))
+        odd = [rank for rank in ranks if told[rank][:64] != texts[0][:64]]
         if odd:
             raise RankMismatchError(
-                f"ranks {odd} disagree with rank 0 about {what}: rank {odd[0]} has "
-                f"{_difference(texts[odd[0]][65:], texts[0][65:])}; start every rank with the "
-                f"same settings and the same version"
+                f"ranks {odd} disagree with rank {ranks[0]} about {what}: rank {odd[0]} has "
+                f"{_difference(told[odd[0]][65:], texts[0][65:], ranks[0])}; start every rank with "
+                f"the same settings and the same version"
             )
 
     def group(self, axis: str) -> Group:
@@ -319,9 +323,10 @@ def _version() -> str:
         return f"moe_tp (source tree) torch {torch.__version__}"
 
 
-def _difference(mine: str, reference: str) -> str:
-    """Return the stretch where two texts first differ, with a little before it."""
+def _difference(mine: str, reference: str, first: int) -> str:
+    """Return the stretch where a text differs from that of the first rank, from just before it."""
     pairs = enumerate(zip(mine, reference, strict=False))
     same = next((at for at, (a, b) in pairs if a != b), min(len(mine), len(reference)))
     start = max(0, same - 40)
-    return f"...{mine[start : same + 60]}... where rank 0 has ...{reference[start : same + 60]}..."
+    own, other = (text[start : same + 60] for text in (mine, reference))
+    return f"...{own}... where rank {first} has ...{other}..."

@@ -132,8 +132,7 @@ def stage_traffic(
         for numbers in (config.moe.router.num_experts, len(SUMS)):
             size = config.num_layers * numbers * 8
             total.add("pp", "all_reduce", "forward", reduced(size, layout.pp), once=True)
-    assert layout.dp is not None
-    total.add("dp", "all_gather", "forward", 40 * (layout.dp - 1), once=True)
+    total.add("world", "all_gather", "forward", 88 * (layout.world_size - 1), once=True)
     _zero(planner, layout, stage, total, micro)
     _settle(planner, layout, stage, total)
     if clip and layout.world_size > 1:

@@ -10,16 +10,11 @@ import torch
 
 from moe_tp.experts.moe import counted_step
 from moe_tp.log import warn_once
+from moe_tp.models.batches import batch_problem, count_agreed, fingerprints, share_numbers
 from moe_tp.models.decoder import Decoder
 from moe_tp.models.head import Aux
 from moe_tp.models.stages import pipeline_step
-from moe_tp.models.tokens import (
-    IGNORE,
-    batch_problem,
-    count_agreed,
-    next_token_targets,
-    share_numbers,
-)
+from moe_tp.models.tokens import IGNORE, next_token_targets
 from moe_tp.parallel.mesh import Mesh
 from moe_tp.parallel.zero import reshard, set_last_micro_batch
 
@@ -57,19 +52,14 @@ def count_targets(batches: Iterable[MicroBatch], mesh: Mesh) -> int:
 
     Raises:
         DataError: one of them is no dict of arguments; on every rank.
+        RankMismatchError: ranks that share a batch were given unlike ones.
 
-    Collectives: all-reduce of two integers over dp.
+    Collectives: all-gather of eight integers over the world.
     """
     batches = list(batches)
     unlike = [u for u in map(_unlike_a_batch, batches) if u is not None]
-    if unlike:
-        return int(count_agreed([], f"a micro-batch cannot be used: {unlike[0]}", mesh))
-    found = [
-        (batch["labels"], batch.get("attention_mask"), batch.get("position_ids"))
-        for batch in batches
-        if batch.get("labels") is not None
-    ]
-    return int(count_agreed(found, None, mesh))
+    problem = f"a micro-batch cannot be used: {unlike[0]}" if unlike else None
+    return int(count_agreed(batches, problem, mesh))
 
 
 def forward_backward(
@@ -98,8 +88,9 @@ def forward_backward(
 
     Raises:
         DataError: a batch cannot be used; on every rank, before anything else is sent.
+        RankMismatchError: ranks that share a batch were given unlike ones; likewise.
 
-    Collectives: all-gather of five integers over dp; those of the calls.
+    Collectives: all-gather of eleven integers over the world; those of the calls.
     """
     if backward and model.mesh.runtime.compute_dtype == torch.float16:
         warn_once(
@@ -108,7 +99,7 @@ def forward_backward(
             "become 0; choose bfloat16 to train",
         )
     micro_batches = list(micro_batches)
-    plan = _agree(model, micro_batches)
+    plan = _agree(model, micro_batches, step)
     router = model.config.moe.router
     if not (router.balance_kind == "global_batch" and router.balance_exact and router.balance_coef):
         return _run(model, micro_batches, plan, step, backward, return_logits)
@@ -224,10 +215,10 @@ class _Plan:
     first_sample: int
 
 
-def _agree(model: Decoder, micro_batches: Sequence[MicroBatch]) -> _Plan:
+def _agree(model: Decoder, micro_batches: Sequence[MicroBatch], step: int) -> _Plan:
     """Return the plan of a step.
 
-    Collectives: all-gather of five integers over dp.
+    Collectives: all-gather of eleven integers over the world.
     """
     problem: str | None = None
     targets = samples = tokens = 0
@@ -248,7 +239,8 @@ def _agree(model: Decoder, micro_batches: Sequence[MicroBatch]) -> _Plan:
             targets += int((next_token_targets(labels, mask, positions) != IGNORE).sum())
     group = model.mesh.group("dp")
     mine = (len(micro_batches), targets, samples, tokens)
-    numbers = share_numbers(model.mesh, mine, problem, "a batch")
+    prints = fingerprints(micro_batches, model.mesh, step, problem=problem)
+    numbers = share_numbers(model.mesh, mine, prints, problem, "a batch")
     return _Plan(
         target_tokens=sum(row[1] for row in numbers),
         tokens=sum(row[3] for row in numbers),
