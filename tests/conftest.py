@@ -1,8 +1,9 @@
-"""Settings of every test: one thread per process, no network."""
+"""Settings of every test: one thread per process, no network, Ctrl-C as in a terminal."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from unittest import mock
 
@@ -11,6 +12,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -39,8 +40,13 @@ def _odd_error() -> None:
 
 def _crash(rank: int) -> None:
     if dist.get_rank() == rank:
+        os.write(2, b"terminate called")  # as a library in C does
         os.abort()
     dist.barrier()
+
+
+def _say(what: int) -> None:
+    print(dist.get_rank(), "says", what, file=sys.stderr)
 
 
 def _hang() -> None:
@@ -128,6 +134,14 @@ def test_a_crash_shows_where() -> None:
     with pytest.raises(RankFailedError, match=r"rank 1 of 2: .*exit code -6") as caught:
         run_ranks(_crash, 2, 1)
     assert "in _crash" in str(caught.value)
+    assert "terminate called" in str(caught.value)
+
+
+def test_what_ranks_write_to_stderr_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """F1: by rank, and each call's own."""
+    for again in range(2):
+        run_ranks(_say, 2, again)
+    assert capsys.readouterr().err == "".join(f"{r} says {n}\n" for n in range(2) for r in range(2))
 
 
 def test_the_news_of_a_death_may_come_late() -> None:

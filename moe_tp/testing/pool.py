@@ -56,7 +56,7 @@ class Failure:
 class _Worker:
     process: ForkServerProcess
     channel: connection.Connection
-    stack_file: Path
+    stderr: Path  # what it writes in the current call, Python stacks of a crash included
 
 
 class Pool:
@@ -111,6 +111,7 @@ class Pool:
         if not connection.wait([worker.channel for worker in workers], _MEET_S):
             return [], self._end(workers, ranks, "meet", _MEET_S)
         answers = self._collect(workers, timeout)
+        sys.stderr.write("".join(read_text(worker.stderr) for worker in workers))
         failures = {r: a for r, a in zip(ranks, answers, strict=True) if isinstance(a, Failure)}
         if len(failures) < len(workers) or any(f.met for f in failures.values()):
             return answers, None
@@ -120,6 +121,7 @@ class Pool:
     def _ask(self, workers: list[_Worker], call: tuple[Any, ...]) -> None:
         request = pickle.dumps(call)
         for worker in workers:
+            os.truncate(worker.stderr, 0)
             with contextlib.suppress(BrokenPipeError):  # it died; _collect says so by its rank
                 worker.channel.send_bytes(request)
 
@@ -137,7 +139,7 @@ class Pool:
         for worker in self.workers:
             worker.process.join()
             worker.channel.close()
-            worker.stack_file.unlink(missing_ok=True)
+            worker.stderr.unlink(missing_ok=True)
         self.workers = []
         self.busy = False
 
@@ -146,7 +148,7 @@ class Pool:
         added: list[_Worker] = []
         for rank in range(len(self.workers), world_size):
             ours, theirs = context.Pipe()
-            handle, name = tempfile.mkstemp(prefix="moe_tp_stack_")
+            handle, name = tempfile.mkstemp(prefix="moe_tp_stderr_")
             os.close(handle)
             process = context.Process(target=serve, args=(theirs, rank, name), daemon=True)
             with one_thread():
@@ -221,8 +223,8 @@ def _receive(worker: _Worker, met: bool) -> bytes | Failure | None:
         kind, body = pickle.loads(worker.channel.recv_bytes())
     except (EOFError, ConnectionResetError):
         worker.process.join(5.0)
-        said, stack = f"died with exit code {worker.process.exitcode}", read_text(worker.stack_file)
-        said += f"; it was here:\n{stack.strip()}" if stack else ""
+        said, last = f"died with exit code {worker.process.exitcode}", read_text(worker.stderr)
+        said += f"; its last words:\n{last.strip()}" if last else ""
         return Failure(time.time(), None, "RankFailedError", said, "", met)
     if kind == "met":
         return None
@@ -266,7 +268,7 @@ def _stacks(workers: list[_Worker], ranks: list[int]) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.kill(workers[rank].process.pid or 0, signal.SIGUSR1)
     time.sleep(0.5)
-    return "\n".join(f"rank {r}: {read_text(workers[r].stack_file).strip()}" for r in ranks)
+    return "\n".join(f"rank {r}: {read_text(workers[r].stderr).strip()}" for r in ranks)
 
 
 def _num_threads(pid: int | None) -> int:

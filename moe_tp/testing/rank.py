@@ -25,13 +25,14 @@ import torch.distributed as dist
 from moe_tp.errors import MoeTpError
 
 
-def serve(channel: connection.Connection, rank: int, stack_file: str) -> None:
+def serve(channel: connection.Connection, rank: int, stderr: str) -> None:
     """Answer calls until the caller closes the channel; the main function of a pool process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    with open(stack_file, "w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
-        faulthandler.enable(file=stacks)  # a crash in C leaves the Python stack here too
+    with open(stderr, "a") as words:
+        os.dup2(words.fileno(), 2)  # so that the caller hears why libraries in C abort
+        faulthandler.register(signal.SIGUSR1, file=words, all_threads=False)
+        faulthandler.enable(file=words)  # a crash in C leaves the Python stack here too
         gc.freeze()  # what torch has made by now need not be looked at after every call
         channel.send_bytes(b"ready")
         while True:
